@@ -610,16 +610,17 @@ def test_what_cant_be_averaged_is_said_once(ranks: RankPool) -> None:
     assert "make a new optimizer" in told
 
 
-def refused(seed: int) -> None:
+@on_ranks(4)
+def test_what_replicas_that_step_on_their_own_cant_have(world, fresh_seed):
     from torch.distributed.fsdp import fully_shard
 
     case = Case("2 x 2")
     with world_for(case) as world:
         x = torch.ones(2, 6, dtype=torch.float64)
-        hybrid = evenstep.parallelize(Model(seed, case), world, blocks="Linear")
+        hybrid = evenstep.parallelize(Model(fresh_seed, case), world, blocks="Linear")
         with pytest.raises(UsageError, match="local_steps=True"):
             evenstep.LocalSGD(hybrid, torch.optim.SGD(hybrid.parameters(), lr=0.1), every=2)
-        model = evenstep.parallelize(Model(seed, case), world, blocks="Linear", local_steps=True)
+        model = evenstep.parallelize(Model(fresh_seed, case), world, blocks="Linear", local_steps=True)
         with pytest.raises(UsageError, match="no LocalSGD averages its replicas"):
             model(x)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -637,14 +638,10 @@ def refused(seed: int) -> None:
             model(x)
         with torch.no_grad():
             assert bool(model(x).isfinite().all())
-        whole = Model(seed, case)
+        whole = Model(fresh_seed, case)
         fully_shard(whole, mesh=world.mesh["replicate", "shard"])
         with pytest.raises(ConfigurationError, match=r"over ranks \[0, 1, 2, 3\]"):
             evenstep.attach(whole, world, local_steps=True)
     alone = pytest.raises(ConfigurationError, match="But there is tensor")
     with world_of({"replicate": 2, "tensor": 2}) as world, alone:
-        evenstep.parallelize(Model(seed, case), world, tensor_plan={}, local_steps=True)
-
-
-def test_what_replicas_that_step_on_their_own_cant_have(ranks: RankPool, fresh_seed: int) -> None:
-    ranks.run(refused, 4, fresh_seed)
+        evenstep.parallelize(Model(fresh_seed, case), world, tensor_plan={}, local_steps=True)

@@ -17,6 +17,7 @@ import evenstep
 from evenstep import world as worlds
 from evenstep.errors import DriftError, EvenstepError, NonFiniteError, UsageError
 from tests.procs.parallel import gpt
+from tests.ranks import on_ranks
 
 MESHES = {
     "fsdp": {"shard": 4},
@@ -223,15 +224,18 @@ def made_pair(has_half):
     return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
 
 
-def sharing_a_loss(seed, has_half):
+@pytest.mark.parametrize("has_half", [False, True])
+@on_ranks(2)
+def test_models_that_share_a_loss_have_one_scale_in_each_pass(world, fresh_seed, has_half):
     """Windows of two models: the decoder may have a pass by itself, before one through both or through its own inputs.
 
     Shares differ, and some are empty. The losses may be scaled: all ranks tell the model of the scaler, or only the
     first does. Orders of the models differ from window to window.
     """
     with world_of({"shard": 2}) as world:
-        torch.manual_seed(seed)
-        chance, drawn = random.Random(seed), torch.Generator().manual_seed(seed)  # the ranks' own streams differ
+        torch.manual_seed(fresh_seed)
+        chance = random.Random(fresh_seed)
+        drawn = torch.Generator().manual_seed(fresh_seed)  # the ranks' own streams differ
         alone = made_pair(has_half)
         models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
         for _ in range(10):
@@ -261,12 +265,8 @@ def sharing_a_loss(seed, has_half):
                 other.zero_grad()
 
 
-@pytest.mark.parametrize("has_half", [False, True])
-def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks, fresh_seed, has_half):
-    ranks.run(sharing_a_loss, 2, fresh_seed, has_half)
-
-
-def with_a_pair():
+@on_ranks(4)
+def test_models_of_other_ranks_may_share_a_loss(world):
     """Gradients of a model that all ranks have, behind one that each pair of ranks has divided among themselves."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -298,19 +298,12 @@ def with_a_pair():
         sub.close()
 
 
-def test_models_of_other_ranks_may_share_a_loss(ranks):
-    ranks.run(with_a_pair, 4)
-
-
-def in_reproducible_mode():
+@on_ranks(2)
+def test_reproducible_mode_is_refused(world):
     with world_of(None, reproducible=True, virtual_ranks=2) as world:
         for divide in (evenstep.parallelize, evenstep.attach):
             with pytest.raises(UsageError, match="in reproducible mode: a divided layer adds in another order"):
                 divide(nn.Linear(2, 2), world)
-
-
-def test_reproducible_mode_is_refused(ranks):
-    ranks.run(in_reproducible_mode, 2)
 
 
 def nonfinite(policy):
@@ -364,7 +357,9 @@ def test_a_mean_of_large_float16_gradients_is_finite(ranks, is_weighted):
         assert found == pytest.approx([31500.0], rel=2e-3)
 
 
-def with_torchs_options():
+@pytest.mark.extended
+@on_ranks(2)
+def test_torchs_options_and_our_optimizers_go_through(world):
     """Policies, scaler, average, rates: they go through, and training goes on."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -413,12 +408,10 @@ def with_torchs_options():
 
 
 @pytest.mark.extended
-def test_torchs_options_and_our_optimizers_go_through(ranks):
-    ranks.run(with_torchs_options, 2)
-
-
-def made_elsewhere(how):
-    """Three steps of SGD with a model that was divided in some other way; True if they are those of one process."""
+@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed", "called replicas"])
+@on_ranks(2)
+def test_models_that_were_made_otherwise(world, how):
+    """Three steps of SGD with a model that was divided in some other way are those of one process."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -455,12 +448,6 @@ def made_elsewhere(how):
             torch.testing.assert_close(
                 each, expected[re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)], rtol=0, atol=1e-12
             )
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed", "called replicas"])
-def test_models_that_were_made_otherwise(ranks, how):
-    ranks.run(made_elsewhere, 2, how)
 
 
 def refusal(make, mesh):
@@ -584,7 +571,8 @@ def test_stages_of_a_pipeline_may_differ(ranks):
     assert ranks.run(uneven_stages, 4) == [(2, [])] * 2 + [(4, [])] * 2
 
 
-def loose_tensors():
+@on_ranks(2)
+def test_optimizers_may_have_tensors_of_no_module(world):
     """An optimizer over tensors that belong to no module, of which some have the shapes of parameters."""
     from torch.distributed.fsdp import fully_shard
 
@@ -595,10 +583,6 @@ def loose_tensors():
         loss = (model(torch.ones(1, 2)) * temperature + prompt.sum()).square().mean()
         model.backward(loss, weight=1)
         optimizer.step()
-
-
-def test_optimizers_may_have_tensors_of_no_module(ranks):
-    ranks.run(loose_tensors, 2)
 
 
 def drifting(changed):

@@ -859,10 +859,12 @@ class Side(nn.Module):
         return self.last(hidden), self.side(hidden)
 
 
-def wrapped_part_accumulates(seed, how, is_weighted):
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
+@on_ranks(1, 2)
+def test_a_wrapped_part_accumulates_with_its_module(world, fresh_seed, how, is_weighted):
     """Beside one process; where it can, the last rank has no samples."""
-    world = evenstep.init(quiet=True)
-    module = Side(seed)
+    module = Side(fresh_seed)
     reference = copy.deepcopy(module)
     module.first = evenstep.DistributedDataParallel(module.first, bucket_cap_mb=1e-4)
     module.side = evenstep.DistributedDataParallel(evenstep.DistributedDataParallel(module.side), bucket_cap_mb=1e-4)
@@ -879,7 +881,7 @@ def wrapped_part_accumulates(seed, how, is_weighted):
     for step in range(3):
         has_empty = how == "microbatches" and world.world_size > 1 and step > 0
         rows = [0 if has_empty and rank == world.world_size - 1 else 8 for rank in range(world.world_size)]
-        batches = [batch(seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
+        batches = [batch(fresh_seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
         mine = batches[world.rank]
         if how == "microbatches":
             for part in model.microbatches(mine, 4):
@@ -896,13 +898,6 @@ def wrapped_part_accumulates(seed, how, is_weighted):
         assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
         model.zero_grad()
         reference.zero_grad()
-
-
-@pytest.mark.parametrize("is_weighted", [True, False])
-@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_wrapped_part_accumulates_with_its_module(ranks, fresh_seed, nproc, how, is_weighted):
-    ranks.run(wrapped_part_accumulates, nproc, fresh_seed, how, is_weighted)
 
 
 def joins_twice(kind, is_even):

@@ -416,8 +416,8 @@ class LookAtTheEngine(torch.autograd.Function):
         return grad, None
 
 
-def overlap():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(world):
     seen = {}
 
     class Watched(nn.Module):
@@ -433,15 +433,9 @@ def overlap():
     for _ in range(2):  # the first pass only counts
         seen["reductions"] = model.engine.num_reductions
         model(torch.randn(2, 64)).sum().backward()
-    del seen["model"]
-    return seen
-
-
-def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(ranks):
-    for seen in ranks.run(overlap, 2):
-        assert seen["num_in_flight"] >= 2
-        assert seen["arrived"]
-        assert not seen["backward_had_ended"]
+    assert seen["num_in_flight"] >= 2
+    assert seen["arrived"]
+    assert not seen["backward_had_ended"]
 
 
 @on_ranks(2)
@@ -467,12 +461,12 @@ def test_gradients_are_views_and_are_copied_at_most_once(world):
         model.zero_grad(set_to_none=step == 0)
 
 
-def calls_of_python():
-    """How many of the engine's functions run in a steady pass, for one bucket of 20, 80 and 240 parameters.
+@on_ranks(2)
+def test_a_steady_backward_pass_runs_no_python_function_per_parameter(world):
+    """The engine's functions that run in a steady pass, for one bucket of 20, 80 and 240 parameters.
 
     Those of the transport aren't counted: it looks again and again whether the other rank has come.
     """
-    world = evenstep.init(quiet=True)
     counts = []
     for num_layers in (10, 40, 120):
         model = evenstep.DistributedDataParallel(Branches(num_layers, 2, 0), world=world, compare_every=0)
@@ -493,12 +487,7 @@ def calls_of_python():
             model.zero_grad(set_to_none=step % 2 == 0)
         assert len(model.engine.buckets) == 1
         counts.append(num_calls)
-    return counts
-
-
-def test_a_steady_backward_pass_runs_no_python_function_per_parameter(ranks):
-    for few, some, many in ranks.run(calls_of_python, 2):
-        assert 0 < few == some == many
+    assert 0 < counts[0] == counts[1] == counts[2]
 
 
 class Path(nn.Module):
@@ -772,23 +761,17 @@ def test_several_models_with_empty_shares(ranks, fresh_seed, nproc, hooked):
     ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12, hooked)
 
 
-def models_one_after_the_other():
-    """How many transports for buckets a world makes for models of which two are alive at a time."""
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_transports_of_wrapped_models_are_used_again(world):
+    """Of models of which two are alive at a time: three, as a model is garbage when the collector has seen it."""
     gc.collect()
     kept, seen = [], set()
     for _ in range(6):
         kept = [*kept[-1:], evenstep.DistributedDataParallel(nn.Linear(2, 1))]
         seen.add(id(kept[-1].engine.transport))
     copied = pickle.loads(pickle.dumps(kept[-1]))
-    return len(seen), copied.engine.transport is world.transport
-
-
-def test_transports_of_wrapped_models_are_used_again(ranks):
-    """Three, since a model is garbage only when the collector has seen it."""
-    for num_transports, shares in ranks.run(models_one_after_the_other, 2):
-        assert num_transports <= 3
-        assert shares
+    assert len(seen) <= 3
+    assert copied.engine.transport is world.transport
 
 
 @on_ranks(2)

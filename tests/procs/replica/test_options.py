@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import warnings
@@ -17,6 +18,7 @@ from evenstep.errors import DriftError, MismatchError
 from evenstep.replica.gradients.window import Window
 from evenstep.replica.monitors import checks
 from evenstep.replica.monitors.checks import DEFAULT_EVERY
+from tests.ranks import on_ranks
 
 BETAS = {"lr": 0.01, "betas": (0.9, 0.99)}
 
@@ -130,51 +132,34 @@ def test_options_that_change_alike_are_no_fault(ranks, fresh_seed):
     assert ranks.run(alike, 2, fresh_seed) == [0, 0]
 
 
-def rounded_otherwise(seed: int, apart: float) -> tuple[str, int]:
+@pytest.mark.parametrize("apart", [4e-16, 1e-7])
+@on_ranks(2)
+def test_options_that_hosts_round_otherwise_are_no_fault(world, fresh_seed, apart):
     """Rates as hosts compute them whose cosine differs in the last bit; or further apart."""
-    world = evenstep.init(quiet=True)
     asked = mock.Mock(wraps=checks.exchange)
-    model = evenstep.DistributedDataParallel(build(seed))
+    model = evenstep.DistributedDataParallel(build(fresh_seed))
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    try:
-        with mock.patch.object(checks, "exchange", asked):
-            for number in range(1, 12):
-                rate = 0.0123456785 if number == 11 else 0.005 * (1 + math.cos(0.3 * number))
-                optimizer.param_groups[0]["lr"] = rate * (1 + apart) if world.rank else rate
-                optimizer.param_groups[0]["betas"] = (0.9, rate * (1 + apart) if world.rank else rate)
-                step(model, optimizer)
-    except MismatchError as error:
-        return str(error), 0
-    return "", asked.call_count
-
-
-def test_options_that_hosts_round_otherwise_are_no_fault(ranks, fresh_seed):
-    told = ranks.run(rounded_otherwise, 2, fresh_seed, 4e-16)
-    assert [text for text, _ in told] == ["", ""]
-    assert max(count for _, count in told) <= 1  # where what is compared is rounded to another digit
-    told = ranks.run(rounded_otherwise, 2, fresh_seed, 1e-7)
-    assert all("lr of parameter group 0 is" in text for text, _ in told)
-
-
-def drifting(seed: int) -> str:
-    """Replicas drift apart because a plain optimizer has another rate on one rank."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed), compare_every=4)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    optimizer.param_groups[0]["lr"] *= 1 + world.rank
-    for _ in range(DEFAULT_EVERY):
-        try:
+    fault = (
+        pytest.raises(MismatchError, match="lr of parameter group 0 is") if apart > 1e-8 else contextlib.nullcontext()
+    )
+    with fault, mock.patch.object(checks, "exchange", asked):
+        for number in range(1, 12):
+            rate = 0.0123456785 if number == 11 else 0.005 * (1 + math.cos(0.3 * number))
+            rate *= 1 + apart * world.rank
+            optimizer.param_groups[0] |= {"lr": rate, "betas": (0.9, rate)}
             step(model, optimizer)
-        except DriftError as error:
-            return str(error)
-    return ""
+        assert asked.call_count <= 1  # where what is compared is rounded to another digit
 
 
-def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_seed):
-    told = ranks.run(drifting, 2, fresh_seed)
-    assert told[0] == told[1]
-    assert "drifted apart" in told[0]
-    assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told[0]
+@on_ranks(2)
+def test_where_replicas_drift_by_another_rate_the_rate_is_named(world, fresh_seed):
+    """A plain optimizer has another rate on one rank."""
+    model = evenstep.DistributedDataParallel(build(fresh_seed), compare_every=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + world.rank), weight_decay=0.1)
+    told = "drifted apart.*lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1"
+    with pytest.raises(DriftError, match=told):  # noqa: PT012
+        for _ in range(DEFAULT_EVERY):
+            step(model, optimizer)
 
 
 def test_a_checksum_is_made_once_where_nothing_changes():

@@ -317,17 +317,18 @@ def test_ranks_that_leave_a_joined_loop_early(ranks, fresh_seed, nproc, num_part
     assert all(each == buffers[0] for each in buffers)
 
 
-def wrapped_part_without_samples(seed: int, is_weighted: bool) -> None:
+@pytest.mark.parametrize("is_weighted", [True, False])
+@on_ranks(1, 3)
+def test_rows_of_a_dummy_batch_count_nothing_in_a_wrapped_part(world, fresh_seed, is_weighted):
     """A part with the layer is wrapped, too, and the last rank's share is empty in some steps."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     part = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
     alone = nn.Sequential(copy.deepcopy(part), nn.Linear(4, 2).double())
     part = evenstep.SyncBatchNorm.convert_sync_batchnorm(part)
     module = nn.Sequential(evenstep.DistributedDataParallel(part), copy.deepcopy(alone[1]))
     model = evenstep.DistributedDataParallel(module)
     for step in range(3):
-        torch.manual_seed(seed + step)
+        torch.manual_seed(fresh_seed + step)
         has_none = step > 0 and world.world_size > 1
         rows = [0 if has_none and rank == world.world_size - 1 else 5 for rank in range(world.world_size)]
         shares = torch.randn(sum(rows), 6, dtype=torch.float64).split(rows)
@@ -344,9 +345,3 @@ def wrapped_part_without_samples(seed: int, is_weighted: bool) -> None:
             torch.testing.assert_close(ours, wanted)
         model.zero_grad()
         alone.zero_grad()
-
-
-@pytest.mark.parametrize("is_weighted", [True, False])
-@pytest.mark.parametrize("nproc", [1, 3])
-def test_rows_of_a_dummy_batch_count_nothing_in_a_wrapped_part(ranks, fresh_seed, nproc, is_weighted):
-    ranks.run(wrapped_part_without_samples, nproc, fresh_seed, is_weighted)

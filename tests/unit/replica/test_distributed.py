@@ -18,7 +18,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep import world as worlds
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat import torch_dynamo
 
@@ -331,27 +330,4 @@ def test_an_evaluation_is_looked_at(careful, world):
     del careful[:]
     with torch.no_grad():
         model(torch.ones(2, 3))
-    assert careful == [True]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"module": nn.Sequential(nn.Linear(3, 2), evenstep.SyncBatchNorm(2))},
-        {"module": nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))},
-    ],
-    ids=["SyncBatchNorm", "frozen"],
-)
-def test_models_that_ask_for_care_have_it_always(careful, world, arguments):
-    model = settled(world, **arguments)
-    del careful[:]
-    model(torch.ones(2, 3))
-    assert careful == [True]
-
-
-def test_a_copy_looks_for_itself(careful, world, monkeypatch):
-    monkeypatch.setattr(worlds, "_current", world)
-    model = copy.deepcopy(settled(world))
-    del careful[:]
-    model(torch.ones(2, 3))
     assert careful == [True]

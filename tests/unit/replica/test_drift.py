@@ -16,7 +16,7 @@ from evenstep.replica.gradients.exchange.header import Header
 from evenstep.replica.gradients.window import Kind, Window
 from evenstep.replica.monitors import checks
 from evenstep.replica.monitors.checks import DriftWatch, Replicas, find_minority, plan_portions
-from evenstep.replica.monitors.digests import canonical, contrast, digest, distance, together
+from evenstep.replica.monitors.digests import canonical, contrast, digest, distance
 
 
 def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
@@ -69,20 +69,6 @@ def test_a_digest_sees_every_change_of_bits_and_nothing_else(fresh_seed, dtype):
                 flat[[place, other]] = flat[[other, place]]
             if not torch.equal(flat.view(torch.uint8), tensors[number].reshape(-1).view(torch.uint8)):
                 assert int(digest(changed)) != before, (number, change)
-
-
-def test_only_small_neighbours_of_one_kind_are_copied():
-    large, small, wide = torch.ones(100, 300), torch.ones(2, 3), torch.ones(4, dtype=torch.float64)
-    flat = together([large, large, small, small, torch.ones(0), small, wide, wide, large, small])
-    assert [each.numel() for each in flat] == [30_000, 30_000, 18, 8, 30_000, 6]
-    assert [each.data_ptr() == large.data_ptr() for each in flat] == [True, True, False, False, True, False]
-
-
-def test_rows_that_changed_places_are_seen():
-    table = torch.arange(4096.0 * 128).view(4096, 128)
-    exchanged = table[torch.tensor([1, 0, *range(2, 4096)])]
-    far = table[torch.tensor([1024, *range(1, 1024), 0, *range(1025, 4096)])]
-    assert len({int(digest([each])) for each in (table, exchanged, far)}) == 3
 
 
 def test_kinds_of_nan_and_of_zero_are_no_difference():

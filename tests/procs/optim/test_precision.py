@@ -157,10 +157,11 @@ def test_a_bad_gradient_raises_on_every_rank_or_is_the_scalers_business(ranks, f
     assert "'inner.0.weight'" in text
 
 
-def overflowing(seed: int, weighted: bool) -> list[str]:
-    """What is said where every rank's gradient and their mean are finite, and their sum is not."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
+@pytest.mark.parametrize("weighted", [True, False])
+@on_ranks(2)
+def test_an_overflow_of_the_sum_is_nobodys(world, fresh_seed, weighted):
+    """Every rank's gradient and their mean are finite, and their sum is not."""
+    model = evenstep.DistributedDataParallel(build(fresh_seed, torch.float32))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for factor in (1.0, 3e38, 1.0):
@@ -169,16 +170,9 @@ def overflowing(seed: int, weighted: bool) -> list[str]:
             if weighted:  # the scale of weights keeps the sum as small as the mean
                 assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
             model.zero_grad()
-    return [str(each.message) for each in caught if "not a number" in str(each.message)]
-
-
-def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
-    assert ranks.run(overflowing, 2, fresh_seed, True) == [[], []]
-    first, second = ranks.run(overflowing, 2, fresh_seed, False)
-    assert second == []
-    assert len(first) == 1
-    assert "averaged, only in the sum over ranks: " in first[0]
-    assert "rank 0:" not in first[0]
+    told = [str(each.message) for each in caught if "not a number" in str(each.message)]
+    assert len(told) == (world.rank == 0 and not weighted)
+    assert all("averaged, only in the sum over ranks: " in each and "rank 0:" not in each for each in told)
 
 
 # ---------------------------------------------------------------------- 16-bit gradients, added in float32
@@ -270,28 +264,23 @@ def test_16_bit_models_take_ranks_without_samples(ranks, fresh_seed, weighted, g
     assert all(math.isfinite(each) for each in told[0])
 
 
-def too_large_for_16_bits() -> tuple[list[str], int]:
-    """float32 gradients that a sum in 16 bits couldn't hold are found before they are added, and named."""
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_what_cant_be_reduced_so_is_named(world):
+    """float32 gradients that a sum in 16 bits couldn't hold are found before they are added."""
     model = evenstep.DistributedDataParallel(
         build(0, torch.float32), reduce_dtype=torch.float16, on_nonfinite="skip", world=world
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (model(torch.ones(1, 6)).sum() * (1e6 if world.rank == 1 else 1.0)).backward()
+    assert model.skipped_steps == 1
+    assert len(caught) == (world.rank == 0)
+    assert all("on rank 1: " in str(each.message) and "'2.bias'" in str(each.message) for each in caught)
     for wrong in ({"reduce_dtype": torch.int32}, {"reduce_dtype": "float32"}):
         with pytest.raises(ConfigurationError, match="reduce_dtype"):
             evenstep.DistributedDataParallel(build(0), **wrong)
     with pytest.raises(MismatchError, match="reduce_dtype is"):
         evenstep.DistributedDataParallel(build(0), reduce_dtype=torch.float64 if world.rank else None)
-    return [str(each.message) for each in caught], model.skipped_steps
-
-
-def test_what_cant_be_reduced_so_is_named(ranks):
-    told = ranks.run(too_large_for_16_bits, 2)
-    assert [skipped for _, skipped in told] == [1, 1]
-    assert "on rank 1: " in told[0][0][0]
-    assert "'2.bias'" in told[0][0][0]
 
 
 def small_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -306,37 +307,29 @@ def test_reproducible_mode_is_refused(world):
                 divide(nn.Linear(2, 2), world)
 
 
-def nonfinite(policy):
+@pytest.mark.extended
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+@on_ranks(2)
+def test_what_isnt_finite_is_found_in_the_sums(world, policy):
     with world_of({"shard": 2}) as world:
         torch.manual_seed(1)
         model = evenstep.parallelize(nn.Linear(3, 2), world, on_nonfinite=policy)
-        x = torch.full((1, 3), float("inf") if world.rank else 1.0)
-        loss = model(x).sum()
-        found = {"error": "", "warned": []}
-        with warnings.catch_warnings(record=True) as caught:
+        loss = model(torch.full((1, 3), math.inf if world.rank else 1.0)).sum()
+        raises = policy == "raise"
+        fault = pytest.raises(NonFiniteError, match="'weight'") if raises else contextlib.nullcontext()
+        with warnings.catch_warnings(record=True) as caught, fault:
             warnings.simplefilter("always")
-            try:
-                model.backward(loss, weight=1)
-            except NonFiniteError as error:
-                found["error"] = str(error)
-        found["warned"] = [str(each.message) for each in caught if "infinite" in str(each.message)]
-        found["dropped"] = model.module.weight.grad is None
-        found["skipped"] = model.skipped_steps
-        return found
+            model.backward(loss, weight=1)
+        told = [str(each.message) for each in caught if "infinite" in str(each.message)]
+        assert len(told) == (world.rank == 0 and not raises)
+        if not raises:
+            assert (model.module.weight.grad is None) is (policy == "skip")
+            assert model.skipped_steps == (policy == "skip")
 
 
-@pytest.mark.extended
-def test_what_isnt_finite_is_found_in_the_sums(ranks):
-    for policy, error, warned, dropped in (("raise", 2, 0, False), ("skip", 0, 1, True), ("warn", 0, 1, False)):
-        found = ranks.run(nonfinite, 2, policy)
-        assert sum("'weight'" in each["error"] for each in found) == error
-        assert sum(len(each["warned"]) for each in found) == warned
-        if policy != "raise":
-            assert {each["dropped"] for each in found} == {dropped}
-            assert {each["skipped"] for each in found} == {int(policy == "skip")}
-
-
-def large_in_float16(is_weighted):
+@pytest.mark.parametrize("is_weighted", [False, True])
+@on_ranks(4)
+def test_a_mean_of_large_float16_gradients_is_finite(world, is_weighted):
     """Gradients whose mean float16 can have, and whose sum it can't."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -348,13 +341,7 @@ def large_in_float16(is_weighted):
         loss = model(x).float().sum()
         model.backward(loss, weight=100.0) if is_weighted else loss.backward()
         (parameter,) = model.parameters()
-        return parameter.grad.full_tensor().unique().tolist()
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_mean_of_large_float16_gradients_is_finite(ranks, is_weighted):
-    for found in ranks.run(large_in_float16, 4, is_weighted):
-        assert found == pytest.approx([31500.0], rel=2e-3)
+        assert parameter.grad.full_tensor().unique().tolist() == pytest.approx([31500.0], rel=2e-3)
 
 
 @pytest.mark.extended
@@ -557,18 +544,16 @@ def test_a_mistake_is_one_error_on_all_ranks(ranks, make, mesh, kind, told):
     assert all(each[2] for each in found)
 
 
-def uneven_stages():
+@on_ranks(4)
+def test_stages_of_a_pipeline_may_differ(world):
     """Stages of one and of two layers; each has a step of its own."""
     with world_of(STAGES) as world:
         stage = world.rank // 2
         layers = [nn.Linear(3, 3) for _ in range(1 + stage)]
         model = evenstep.parallelize(nn.Sequential(*layers), world, blocks="Linear")
         model.backward(model(torch.ones(2, 3)).square().mean(), weight=1 + world.data_rank)
-        return len(model.engine.parameters), model.unused_parameters()
-
-
-def test_stages_of_a_pipeline_may_differ(ranks):
-    assert ranks.run(uneven_stages, 4) == [(2, [])] * 2 + [(4, [])] * 2
+        assert len(model.engine.parameters) == 2 + 2 * stage
+        assert model.unused_parameters() == []
 
 
 @on_ranks(2)

@@ -606,12 +606,12 @@ def test_torchs_arguments_and_attributes(world, fresh_seed):
     assert not model.is_multi_device_module
 
 
-def buffers():
+@on_ranks(2, 3)
+def test_arguments_about_buffers_mean_what_torch_means(world):
     """[equal after construction, after a step, `broadcast_buffers`] for each setting, of ours and of torch's own class.
 
     None where torch's knows no such argument: 2.11's has no `forward_sync_buffers`.
     """
-    world = evenstep.init(quiet=True)
     settings = [
         {},
         {"broadcast_buffers": True},
@@ -637,20 +637,15 @@ def buffers():
             means.append(module[1].running_mean.clone())
             everybody = [world.gather(mean[None]) for mean in means]
             outcomes.append([*(bool((each == each[0]).all()) for each in everybody), model.broadcast_buffers])
-    return outcomes[: len(settings)], outcomes[len(settings) :]
-
-
-@SIZES
-def test_arguments_about_buffers_mean_what_torch_means(ranks, nproc):
-    ours, torchs = ranks.run(buffers, nproc)[0]
+    ours, torchs = outcomes[: len(settings)], outcomes[len(settings) :]
     assert ours == [[True] * 3, [True] * 3, [False] * 3, [True, False, False], [True] * 3]
     assert None not in torchs[:3]
     assert all(theirs in (None, own) for own, theirs in zip(ours, torchs, strict=True))
 
 
-def switched_buffers():
+@on_ranks(2, 3)
+def test_buffers_may_be_switched_on_and_off_between_steps(world):
     """For ours and torch's: are module buffers equal after a step with the switch as it stands?"""
-    world = evenstep.init(quiet=True)
     outcomes = []
     for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
         model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
@@ -669,12 +664,7 @@ def switched_buffers():
             assert [len(each) for each in model.modules_buffers[:2]] == [3, 3]
             assert next(iter(model.named_module_buffers)) == "1.running_mean"
         outcomes.append(found)
-    return outcomes
-
-
-@SIZES
-def test_buffers_may_be_switched_on_and_off_between_steps(ranks, nproc):
-    ours, torchs = ranks.run(switched_buffers, nproc)[0]
+    ours, torchs = outcomes
     assert ours == torchs == [(True,) * 3, (False,) * 3, (False,) * 3, (True,) * 3]
 
 
@@ -900,9 +890,16 @@ def test_a_wrapped_part_accumulates_with_its_module(world, fresh_seed, how, is_w
         reference.zero_grad()
 
 
-def joins_twice(kind, is_even):
-    """The warnings of two epochs in a join, and of a third."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize(
+    ("kind", "is_even", "wanted"),
+    [
+        (torch.optim.AdamW, False, ["join: in an earlier on"]),
+        (torch.optim.AdamW, True, []),
+        (torch.optim.SGD, False, []),
+    ],
+)
+@on_ranks(2)
+def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(world, kind, is_even, wanted):
     model = evenstep.DistributedDataParallel(square(1))
     optimizer = kind(model.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as told:
@@ -913,16 +910,4 @@ def joins_twice(kind, is_even):
                     model.backward(model(batch(step)).square().mean())
                     optimizer.step()
                     model.zero_grad()
-    return [str(each.message)[:22] for each in told]
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_even", "wanted"),
-    [
-        (torch.optim.AdamW, False, ["join: in an earlier on"]),
-        (torch.optim.AdamW, True, []),
-        (torch.optim.SGD, False, []),
-    ],
-)
-def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(ranks, kind, is_even, wanted):
-    assert ranks.run(joins_twice, 2, kind, is_even) == [wanted, []]
+    assert [str(each.message)[:22] for each in told] == (wanted if world.rank == 0 else [])

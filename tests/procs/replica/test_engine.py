@@ -172,12 +172,13 @@ def test_weights_do_not_overflow_sixteen_bits(world, dtype):
         model.zero_grad()
 
 
-def scaled_under_autocast(how, seed):
-    """(the scaler's number, the weights) after a training of ours and one of a single process on all rows."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("how", ["plain", "empty", "accumulated", "probe"])
+@on_ranks(2)
+def test_large_weights_make_no_scaler_skip_a_step_under_autocast(world, fresh_seed, how):
+    """Gradients of 2,048 rows times their number overflowed float16 within autocast, and steps were skipped."""
     results = []
     for is_ours in (True, False):
-        torch.manual_seed(seed)
+        torch.manual_seed(fresh_seed)
         inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         model = evenstep.DistributedDataParallel(inner, world=world) if is_ours else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -209,15 +210,9 @@ def scaled_under_autocast(how, seed):
             scaler.update()
             optimizer.zero_grad()
         results.append((scaler.get_scale(), torch.cat([p.detach().flatten() for p in inner.parameters()])))
-    return results
-
-
-@pytest.mark.parametrize("how", ["plain", "empty", "accumulated", "probe"])
-def test_large_weights_make_no_scaler_skip_a_step_under_autocast(ranks, fresh_seed, how):
-    """Gradients of 2,048 rows times their number overflowed float16 within autocast, and steps were skipped."""
-    for ours, alone in ranks.run(scaled_under_autocast, 2, how, fresh_seed):
-        assert ours[0] == alone[0] == 65536.0
-        torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
+    ours, alone = results
+    assert ours[0] == alone[0] == 65536.0
+    torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
 
 
 # ---------------------------------------------------------------------- accumulation
@@ -280,8 +275,10 @@ class Network(nn.Module):
         return self.head(self.dropout(self.norm(self.linear(x.abs().log()))))
 
 
-def empty_share(first_batch_is_empty, plain):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("first_batch_is_empty", [True, False])
+@on_ranks(3)
+def test_an_empty_share_leaves_no_trace(world, first_batch_is_empty, plain):
     world.diverge_random_streams()  # which the first training forward would do
     torch.manual_seed(0)
     model = evenstep.DistributedDataParallel(Network(), world=world)
@@ -308,14 +305,8 @@ def empty_share(first_batch_is_empty, plain):
         model.zero_grad()
         with pytest.raises(UsageError, match=r"weight=1.0 for an empty share"):
             model.backward(model(x).sum(), weight=1.0)
-    return [g.tolist() for g in got]
-
-
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("first_batch_is_empty", [True, False])
-def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty, plain):
-    results = ranks.run(empty_share, 3, first_batch_is_empty, plain)
-    assert results[0] == results[1] == results[2]
+    sums = [float(g.double().sum()) for g in got]
+    assert world.exchange(sums) == [sums] * 3
 
 
 class WithLoss(nn.Module):
@@ -524,8 +515,22 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_na
 # ---------------------------------------------------------------------- mistakes
 
 
-def different_models(kind):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
+        ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
+        ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
+        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
+        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
+        ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
+        ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
+        ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
+    ],
+)
+@on_ranks(2, 3)
+def test_a_different_model_on_one_rank_is_an_error_on_all(world, kind, words):
     odd = world.rank == world.world_size - 1
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if odd and kind == "count":
@@ -550,28 +555,8 @@ def different_models(kind):
         model.register_buffer("mean", torch.zeros(1))
     with pytest.raises(MismatchError) as error:
         evenstep.DistributedDataParallel(model, world=world)
-    return str(error.value)
-
-
-@SIZES
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
-        ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
-        ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
-        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
-        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
-        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
-        ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
-        ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
-        ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
-    ],
-)
-def test_a_different_model_on_one_rank_is_an_error_on_all(ranks, nproc, kind, words):
-    messages = ranks.run(different_models, nproc, kind)
-    assert len(set(messages)) == 1
-    assert words.format(odd=nproc - 1) in messages[0]
+    assert words.format(odd=world.world_size - 1) in str(error.value)
+    assert world.exchange(str(error.value)) == [str(error.value)] * world.world_size
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -796,9 +781,10 @@ if __name__ == "__main__":
             print(f"{nproc} ranks: {checked[0]} windows equal the reference's, seed {seed}", flush=True)  # noqa: T201
 
 
-def forgotten(kind):
-    """Which of what a wrapped model holds is still there when the model has gone, without a collection."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("kind", ["plain", "synchronised statistics", "sharded"])
+@on_ranks(2)
+def test_a_model_that_is_deleted_is_freed_at_once(world, kind):
+    """Without a collection."""
     warm = nn.Linear(2, 2)
     warm(torch.ones(1, 2)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()  # the first step of a process leaves frames of torch's behind
@@ -825,11 +811,6 @@ def forgotten(kind):
         }
         seen = {name: weakref.ref(each) for name, each in held.items()}
         del held, model, module, optimizer
-        return [name for name, each in seen.items() if each() is not None]
+        assert [name for name, each in seen.items() if each() is not None] == []
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("kind", ["plain", "synchronised statistics", "sharded"])
-def test_a_model_that_is_deleted_is_freed_at_once(ranks, kind):
-    assert ranks.run(forgotten, 2, kind) == [[]] * 2

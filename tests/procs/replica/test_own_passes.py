@@ -215,11 +215,11 @@ def ordinary(model, x, rank):
         yield
 
 
-def in_many_kinds_of_models(seed):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.extended
+@on_ranks(2)
+def test_a_ranks_own_passes_in_models_of_many_kinds(world, fresh_seed):
+    x = batch(fresh_seed, world.rank)
     gloo = dist.new_group(backend="gloo")
-    told = []
     kinds = {
         "checkpoints": {"net": {"use_reentrant": False}},
         "reentrant checkpoints": {"net": {"use_reentrant": True}, "static_graph": True},
@@ -230,13 +230,7 @@ def in_many_kinds_of_models(seed):
     for name, options in kinds.items():
         torchs = gradients_of(ordinary, TorchDistributedDataParallel, x, world.rank, process_group=gloo, **options)
         ours = gradients_of(ordinary, evenstep.DistributedDataParallel, x, world.rank, **options)
-        told += [f"{name}: {text}" for text in differences(ours, torchs)]
-    return told
-
-
-@pytest.mark.extended
-def test_a_ranks_own_passes_in_models_of_many_kinds(ranks, fresh_seed):
-    assert ranks.run(in_many_kinds_of_models, 2, fresh_seed, timeout_s=150) == [[]] * 2
+        assert list(differences(ours, torchs)) == [], name
 
 
 # ---------------------------------------------------------------------- what ours averages, and torch's doesn't
@@ -266,29 +260,22 @@ def forward_in_no_sync(model, x, rank):
 MORE = {"kept_graph": [0, 0], "one_backward_per_forward": [0, 1], "forward_in_no_sync": [0]}  # what is added to x
 
 
-def averages_more(seed):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.extended
+@on_ranks(2)
+def test_every_pass_through_the_wrappers_outputs_is_averaged(world, fresh_seed):
+    x = batch(fresh_seed, world.rank)
     gloo = dist.new_group(backend="gloo")
-    told = []
     for name, shifts in MORE.items():
         case = globals()[name]
         torchs = gradients_of(case, TorchDistributedDataParallel, x, world.rank, process_group=gloo)
         ours = gradients_of(case, evenstep.DistributedDataParallel, x, world.rank)
-        if not any(differences(ours, torchs)):
-            told.append(f"{name}: torch's class does the same now")
+        assert any(differences(ours, torchs)), f"{name}: torch's class does the same now"
         torch.manual_seed(3)
         module = Net().double()
         for shift in shifts:
-            losses = [loss_of(module(batch(seed, rank) + shift)) for rank in range(world.world_size)]
+            losses = [loss_of(module(batch(fresh_seed, rank) + shift)) for rank in range(world.world_size)]
             torch.stack(losses).mean().backward()
-        told += [f"{name}: {text}" for text in differences(ours, [[p.grad for p in module.parameters()]])]
-    return told
-
-
-@pytest.mark.extended
-def test_every_pass_through_the_wrappers_outputs_is_averaged(ranks, fresh_seed):
-    assert ranks.run(averages_more, 2, fresh_seed) == [[]] * 2
+        assert list(differences(ours, [[p.grad for p in module.parameters()]])) == [], name
 
 
 # ---------------------------------------------------------------------- beside weights, shards and virtual ranks

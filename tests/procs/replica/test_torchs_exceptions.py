@@ -296,8 +296,13 @@ def raised(case, wrap):
     return None
 
 
-def mistakes(names):
-    """By case: what torch's class raised and what ours did, as names of classes from the most special on; the text."""
+def mistakes(names, of_collectives):
+    """By case: what torch's raised and what ours did, as names of classes from the most special on; the text.
+
+    Args:
+        names: The cases.
+        of_collectives: They are of groups with the backends "gloo" and "evenstep", and not of the classes.
+    """
     world = evenstep.init(quiet=True)
     found = {}
     for name in names:
@@ -308,24 +313,13 @@ def mistakes(names):
             options.setdefault("process_group", None if "device_mesh" in options else gloo)
             return TorchDistributedDataParallel(made, **options)
 
+        if of_collectives:
+            case, both = COLLECTIVES[name], (gloo, dist.new_group(backend="evenstep", timeout=timedelta(seconds=4)))
+        else:
+            case, both = CASES[name], (torchs, evenstep.DistributedDataParallel)
         outcomes = []
-        for wrap in (torchs, evenstep.DistributedDataParallel):
-            error = raised(CASES[name], wrap)
-            world.control.barrier().wait()
-            outcomes.append((kinds_of(error), str(error).splitlines()[0] if error is not None else ""))
-        found[name] = outcomes
-    return found
-
-
-def mistakes_of_collectives(names):
-    """As `mistakes`, of groups with the backends "gloo" and "evenstep"."""
-    world = evenstep.init(quiet=True)
-    found = {}
-    for name in names:
-        outcomes = []
-        for backend in ("gloo", "evenstep"):
-            group = dist.new_group(backend=backend, timeout=timedelta(seconds=4))
-            error = raised(COLLECTIVES[name], group)
+        for each in both:
+            error = raised(case, each)
             world.control.barrier().wait()
             outcomes.append((kinds_of(error), str(error).splitlines()[0] if error is not None else ""))
         found[name] = outcomes
@@ -352,13 +346,13 @@ def judged(found):
 
 @pytest.mark.extended
 def test_what_catches_torchs_exceptions_catches_ours(ranks):
-    for found in ranks.run(mistakes, 2, list(CASES), timeout_s=120):
+    for found in ranks.run(mistakes, 2, list(CASES), False, timeout_s=120):
         assert list(judged(found)) == []
 
 
 @pytest.mark.extended
 def test_what_catches_gloos_exceptions_catches_ours(ranks):
-    for found in ranks.run(mistakes_of_collectives, 2, list(COLLECTIVES), timeout_s=150):
+    for found in ranks.run(mistakes, 2, list(COLLECTIVES), True, timeout_s=150):
         assert list(judged(found)) == []
 
 

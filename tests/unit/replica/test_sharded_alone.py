@@ -95,6 +95,31 @@ def test_gradients_can_be_read_with_a_reduce_dtype(fresh_seed: int, world: evens
     optimizer.step()
 
 
+def test_master_weights_keep_their_digits_but_where_a_program_writes(fresh_seed: int, world: evenstep.World) -> None:
+    """Behind a step, and behind loading a state that doesn't fit the parameters."""
+    model = evenstep.DistributedDataParallel(build(fresh_seed, torch.bfloat16), world=world)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, master_weights=True)
+    train(model, optimizer, fresh_seed)
+
+    def masters() -> list[torch.Tensor]:
+        return [state["master_weights"].clone() for state in optimizer.state_dict()["state"].values()]
+
+    def written(number: int, value: float) -> torch.Tensor:
+        parameter = list(model.parameters())[number]
+        with torch.no_grad():
+            parameter.fill_(value)
+        return parameter.detach().float()
+
+    before = masters()
+    assert all(not torch.equal(each, each.bfloat16().float()) for each in before)
+    expected = [written(0, 0.3), *before[1:]]
+    assert all(torch.equal(a, b) for a, b in zip(masters(), expected, strict=True))
+    state = optimizer.state_dict()
+    expected[1] = written(1, 0.7)
+    optimizer.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(masters(), expected, strict=True))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_parameter_has_one_sharded_optimizer(world: evenstep.World, kind: type[torch.optim.Optimizer]) -> None:
     model = evenstep.DistributedDataParallel(build(0), world=world)

@@ -119,6 +119,21 @@ def test_a_model_that_the_script_has_divided(ranks, fresh_seed, kind):
     check(ranks, MESHES[kind], steps=3, rows=5, fresh_seed=fresh_seed, with_attach=True)
 
 
+@pytest.mark.parametrize("is_weighted", [True, False])
+@on_ranks(2)
+def test_a_norm_is_that_of_divided_and_whole_gradients_together(world, is_weighted):
+    with world_of({"tensor": 2}) as world:
+        alone = gpt.made(3, torch.float64)
+        model = evenstep.parallelize(gpt.made(3, torch.float64), world, tensor_plan=gpt.plan())
+        ((tokens, targets),) = gpt.batches(4, 1, 5)
+        loss, weight = gpt.loss_of(model(tokens), targets)
+        model.backward(loss, weight=weight) if is_weighted else loss.backward()
+        gpt.loss_of(alone(tokens), targets)[0].backward()
+        for exponent in (1.0, 2.0, math.inf):
+            expected = nn.utils.clip_grad_norm_(alone.parameters(), math.inf, exponent)
+            torch.testing.assert_close(evenstep.clip_grad_norm_(model, math.inf, exponent), expected)
+
+
 class Odd(nn.Module):
     """Parameters that some ranks use, that none uses, and that are frozen; a buffer."""
 

@@ -87,16 +87,18 @@ def test_batch_normalisation_over_virtual_ranks_that_run_at_the_same_time(ranks,
 
 
 class BesideOutputs(nn.Module):
-    """Has a parameter that the loss uses, and the model's own outputs don't."""
+    """Has a parameter that the loss uses, and the model's own outputs don't, and a buffer that counts passes."""
 
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.layer = nn.Linear(3, 3).double()
         self.factor = nn.Parameter(torch.randn(1, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
-        return self.layer(x)
+        self.count += 1
+        return self.layer(x) * float(self.count)
 
     def loss(self, model, x):
         return model(x).square().mean() + self.factor.square().sum() * x.sum()
@@ -115,7 +117,9 @@ def test_plain_backward_averages_gradients_beside_the_models_outputs(world, fres
             share = x[world.rank * per_rank : (world.rank + 1) * per_rank].reshape(-1, 3)
             for part in model.microbatches(share):
                 model.module.loss(model, part).backward()
-            (sum(single.loss(single, each) for each in x) / 4).backward()
+            for each in x:
+                single.count.fill_(step)  # every virtual rank begins with the buffers of the step's beginning
+                (single.loss(single, each) / 4).backward()
             for (name, got), expected in zip(model.module.named_parameters(), single.parameters(), strict=True):
                 message = f"fresh_seed {fresh_seed}, step {step}, {name}: {got.grad} and not {expected.grad}"
                 assert torch.allclose(got.grad, expected.grad, rtol=1e-12, atol=1e-12), message

@@ -259,6 +259,7 @@ def test_models_that_share_a_loss_have_one_scale_in_each_pass(world, fresh_seed,
             shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
             mine, weight = shares[world.rank], float(sizes[world.rank])
             has_own, reaches, all_tell, is_scaled = (chance.random() < 0.5 for _ in range(4))
+            has_own = has_own and (all_tell or not is_scaled)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_scaled)
             tells = world.rank == 0 or all_tell
             told = {"weight": weight, "scaler": scaler if tells else None}

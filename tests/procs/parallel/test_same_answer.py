@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import random
 import re
 import warnings
 from typing import Any
@@ -16,6 +18,7 @@ import evenstep
 from evenstep import world as worlds
 from evenstep.errors import DriftError, EvenstepError, NonFiniteError, UsageError
 from tests.procs.parallel import gpt
+from tests.ranks import on_ranks
 
 MESHES = {
     "fsdp": {"shard": 4},
@@ -116,6 +119,21 @@ def test_a_model_that_the_script_has_divided(ranks, fresh_seed, kind):
     check(ranks, MESHES[kind], steps=3, rows=5, fresh_seed=fresh_seed, with_attach=True)
 
 
+@pytest.mark.parametrize("is_weighted", [True, False])
+@on_ranks(2)
+def test_a_norm_is_that_of_divided_and_whole_gradients_together(world, is_weighted):
+    with world_of({"tensor": 2}) as world:
+        alone = gpt.made(3, torch.float64)
+        model = evenstep.parallelize(gpt.made(3, torch.float64), world, tensor_plan=gpt.plan())
+        ((tokens, targets),) = gpt.batches(4, 1, 5)
+        loss, weight = gpt.loss_of(model(tokens), targets)
+        model.backward(loss, weight=weight) if is_weighted else loss.backward()
+        gpt.loss_of(alone(tokens), targets)[0].backward()
+        for exponent in (1.0, 2.0, math.inf):
+            expected = nn.utils.clip_grad_norm_(alone.parameters(), math.inf, exponent)
+            torch.testing.assert_close(evenstep.clip_grad_norm_(model, math.inf, exponent), expected)
+
+
 class Odd(nn.Module):
     """Parameters that some ranks use, that none uses, and that are frozen; a buffer."""
 
@@ -204,65 +222,6 @@ def equal_sums(model, expected, divisor):
         torch.testing.assert_close(grad, q.grad / divisor, rtol=1e-12, atol=1e-14)
 
 
-def told_of_a_scaler():
-    """Rank 0 alone tells the model of a scaler; rank 1 scales its losses by itself, or has none."""
-    with world_of({"shard": 2}) as world:
-        torch.manual_seed(4)
-        drawn = torch.Generator().manual_seed(4)  # the ranks' own streams differ
-        alone = nn.Linear(3, 2).double()
-        model = evenstep.parallelize(copy.deepcopy(alone), world)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for weights in ((16, 16), (16, 0), (3, 2)):
-            x = torch.randn(2, 5, 3, dtype=torch.float64, generator=drawn)
-            loss, weight = model(x[world.rank]).square().mean(), weights[world.rank]
-            if world.rank == 0:
-                model.backward(loss, weight=weight, scaler=scaler)
-            else:
-                model.backward(scaler.scale(loss) if weight else loss, weight=weight)
-            for rows, each in zip(x, weights, strict=True):
-                (alone(rows).square().mean() * 4 * each).backward()
-            equal_sums(model, alone, sum(weights))
-            model.zero_grad()
-            alone.zero_grad()
-
-
-def test_weights_count_alike_whatever_a_rank_says_of_its_scaler(ranks):
-    ranks.run(told_of_a_scaler, 2)
-
-
-def adversaries(order):
-    """Gradients of a generator and a critic, which has a window of its own between those of both; shares differ."""
-    with world_of({"shard": 2}) as world:
-        torch.manual_seed(7)
-        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
-        alone = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1)]
-        models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
-        for sizes in ([8, 8], [3, 2], [8, 0], [5, 5]):
-            shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
-            mine = shares[world.rank]
-            for each in (models[1], alone[1]):
-                each.zero_grad()
-            with models[1].accumulate():
-                models[1].backward(models[1](mine).square().mean(), weight=len(mine))
-            fake = models[0](mine.flip(1))
-            models[1].backward((models[1](fake.detach()) - 1).square().mean(), weight=len(mine))
-            for x in filter(len, shares):
-                (alone[1](x).square().mean() * len(x)).backward()
-                ((alone[1](alone[0](x.flip(1)).detach()) - 1).square().mean() * len(x)).backward()
-            equal_sums(models[1], alone[1], 2 * sum(sizes))
-            for each in (models[0], alone[0]):
-                each.zero_grad()
-            evenstep.backward([models[n] for n in order], models[1](fake).square().mean(), weight=len(mine))
-            for x in filter(len, shares):
-                (alone[1](alone[0](x.flip(1))).square().mean() * len(x)).backward()
-            equal_sums(models[0], alone[0], sum(sizes))
-
-
-def test_a_generator_and_a_critic_are_those_of_one_process(ranks):
-    for order in ((0, 1), (1, 0)):
-        ranks.run(adversaries, 2, order)
-
-
 class WithHalf(nn.Module):
     """In float64, with a layer of 16 bits for whose sake weights are scaled."""
 
@@ -274,36 +233,57 @@ class WithHalf(nn.Module):
         return self.wide(x) + 0 * self.thin(torch.ones(1).half())
 
 
-def sharing_a_loss():
-    """Gradients of a decoder whose window has a pass by itself, then one of the encoder's scale."""
+def made_pair(has_half):
+    """An encoder and a decoder."""
+    if has_half:
+        return [WithHalf(), WithHalf()]
+    return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
+
+
+@pytest.mark.parametrize("has_half", [False, True])
+@on_ranks(2)
+def test_models_that_share_a_loss_have_one_scale_in_each_pass(world, fresh_seed, has_half):
+    """Windows of two models: the decoder may have a pass by itself, before one through both or through its own inputs.
+
+    Shares differ, and some are empty. The losses may be scaled: all ranks tell the model of the scaler, or only the
+    first does. Orders of the models differ from window to window.
+    """
     with world_of({"shard": 2}) as world:
-        torch.manual_seed(7)
-        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
-        alone = WithHalf(), WithHalf()
-        encoder, decoder = (evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone)
-        for turn in range(2):
-            x = torch.randn(2, 2, 5, 3, dtype=torch.float64, generator=drawn)
-            if turn:
-                with decoder.accumulate():
-                    decoder.backward(decoder(x[0, world.rank]).square().mean(), weight=(3, 2)[world.rank])
-            loss = decoder(encoder(x[1, world.rank])).square().mean()
-            evenstep.backward([encoder, decoder], loss, weight=8)
-            for rank in range(2):
-                if turn:
-                    (alone[1](x[0, rank]).square().mean() * (3, 2)[rank]).backward()
-                (alone[1](alone[0](x[1, rank])).square().mean() * 8).backward()
-            equal_sums(decoder.module.wide, alone[1].wide, 21 if turn else 16)
-            for each in (encoder, decoder, *alone):
-                each.zero_grad()
-        assert encoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 16
-        assert decoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 4
+        torch.manual_seed(fresh_seed)
+        chance = random.Random(fresh_seed)
+        drawn = torch.Generator().manual_seed(fresh_seed)  # the ranks' own streams differ
+        alone = made_pair(has_half)
+        models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
+        for _ in range(10):
+            sizes = chance.choice([[8, 8], [3, 2], [8, 0], [5, 5]])
+            shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
+            mine, weight = shares[world.rank], float(sizes[world.rank])
+            has_own, reaches, all_tell, is_scaled = (chance.random() < 0.5 for _ in range(4))
+            has_own = has_own and (all_tell or not is_scaled)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_scaled)
+            tells = world.rank == 0 or all_tell
+            told = {"weight": weight, "scaler": scaler if tells else None}
+            hidden = models[0](mine) if reaches else mine.flip(1)
+            losses = [models[1](mine).square().mean()] if has_own else []
+            losses.append(models[1](hidden).square().mean())
+            if not tells and weight:
+                losses = [scaler.scale(each) for each in losses]
+            if has_own:
+                with models[1].accumulate():
+                    models[1].backward(losses[0], **told)
+            evenstep.backward(chance.choice([models, models[::-1]]) if reaches else models[1:], losses[-1], **told)
+            for x in filter(len, shares):
+                losses = [alone[1](x)] * has_own + [alone[1](alone[0](x) if reaches else x.flip(1))]
+                sum(each.square().mean() for each in losses).mul(len(x) * scaler.get_scale()).backward()
+            for model, other, passes in zip(models, alone, (1, 1 + has_own), strict=True):
+                if reaches or model is models[1]:
+                    equal_sums(getattr(model.module, "wide", model), getattr(other, "wide", other), passes * sum(sizes))
+                model.zero_grad()
+                other.zero_grad()
 
 
-def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks):
-    ranks.run(sharing_a_loss, 2)
-
-
-def with_a_pair():
+@on_ranks(4)
+def test_models_of_other_ranks_may_share_a_loss(world):
     """Gradients of a model that all ranks have, behind one that each pair of ranks has divided among themselves."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -335,52 +315,37 @@ def with_a_pair():
         sub.close()
 
 
-def test_models_of_other_ranks_may_share_a_loss(ranks):
-    ranks.run(with_a_pair, 4)
-
-
-def in_reproducible_mode():
+@on_ranks(2)
+def test_reproducible_mode_is_refused(world):
     with world_of(None, reproducible=True, virtual_ranks=2) as world:
         for divide in (evenstep.parallelize, evenstep.attach):
             with pytest.raises(UsageError, match="in reproducible mode: a divided layer adds in another order"):
                 divide(nn.Linear(2, 2), world)
 
 
-def test_reproducible_mode_is_refused(ranks):
-    ranks.run(in_reproducible_mode, 2)
-
-
-def nonfinite(policy):
+@pytest.mark.extended
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+@on_ranks(2)
+def test_what_isnt_finite_is_found_in_the_sums(world, policy):
     with world_of({"shard": 2}) as world:
         torch.manual_seed(1)
         model = evenstep.parallelize(nn.Linear(3, 2), world, on_nonfinite=policy)
-        x = torch.full((1, 3), float("inf") if world.rank else 1.0)
-        loss = model(x).sum()
-        found = {"error": "", "warned": []}
-        with warnings.catch_warnings(record=True) as caught:
+        loss = model(torch.full((1, 3), math.inf if world.rank else 1.0)).sum()
+        raises = policy == "raise"
+        fault = pytest.raises(NonFiniteError, match="'weight'") if raises else contextlib.nullcontext()
+        with warnings.catch_warnings(record=True) as caught, fault:
             warnings.simplefilter("always")
-            try:
-                model.backward(loss, weight=1)
-            except NonFiniteError as error:
-                found["error"] = str(error)
-        found["warned"] = [str(each.message) for each in caught if "infinite" in str(each.message)]
-        found["dropped"] = model.module.weight.grad is None
-        found["skipped"] = model.skipped_steps
-        return found
+            model.backward(loss, weight=1)
+        told = [str(each.message) for each in caught if "infinite" in str(each.message)]
+        assert len(told) == (world.rank == 0 and not raises)
+        if not raises:
+            assert (model.module.weight.grad is None) is (policy == "skip")
+            assert model.skipped_steps == (policy == "skip")
 
 
-@pytest.mark.extended
-def test_what_isnt_finite_is_found_in_the_sums(ranks):
-    for policy, error, warned, dropped in (("raise", 2, 0, False), ("skip", 0, 1, True), ("warn", 0, 1, False)):
-        found = ranks.run(nonfinite, 2, policy)
-        assert sum("'weight'" in each["error"] for each in found) == error
-        assert sum(len(each["warned"]) for each in found) == warned
-        if policy != "raise":
-            assert {each["dropped"] for each in found} == {dropped}
-            assert {each["skipped"] for each in found} == {int(policy == "skip")}
-
-
-def large_in_float16(is_weighted):
+@pytest.mark.parametrize("is_weighted", [False, True])
+@on_ranks(4)
+def test_a_mean_of_large_float16_gradients_is_finite(world, is_weighted):
     """Gradients whose mean float16 can have, and whose sum it can't."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -392,16 +357,12 @@ def large_in_float16(is_weighted):
         loss = model(x).float().sum()
         model.backward(loss, weight=100.0) if is_weighted else loss.backward()
         (parameter,) = model.parameters()
-        return parameter.grad.full_tensor().unique().tolist()
+        assert parameter.grad.full_tensor().unique().tolist() == pytest.approx([31500.0], rel=2e-3)
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_mean_of_large_float16_gradients_is_finite(ranks, is_weighted):
-    for found in ranks.run(large_in_float16, 4, is_weighted):
-        assert found == pytest.approx([31500.0], rel=2e-3)
-
-
-def with_torchs_options():
+@pytest.mark.extended
+@on_ranks(2)
+def test_torchs_options_and_our_optimizers_go_through(world):
     """Policies, scaler, average, rates: they go through, and training goes on."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -450,12 +411,10 @@ def with_torchs_options():
 
 
 @pytest.mark.extended
-def test_torchs_options_and_our_optimizers_go_through(ranks):
-    ranks.run(with_torchs_options, 2)
-
-
-def made_elsewhere(how):
-    """Three steps of SGD with a model that was divided in some other way; True if they are those of one process."""
+@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed", "called replicas"])
+@on_ranks(2)
+def test_models_that_were_made_otherwise(world, how):
+    """Three steps of SGD with a model that was divided in some other way are those of one process."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -492,12 +451,6 @@ def made_elsewhere(how):
             torch.testing.assert_close(
                 each, expected[re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)], rtol=0, atol=1e-12
             )
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed", "called replicas"])
-def test_models_that_were_made_otherwise(ranks, how):
-    ranks.run(made_elsewhere, 2, how)
 
 
 def refusal(make, mesh):
@@ -607,21 +560,20 @@ def test_a_mistake_is_one_error_on_all_ranks(ranks, make, mesh, kind, told):
     assert all(each[2] for each in found)
 
 
-def uneven_stages():
+@on_ranks(4)
+def test_stages_of_a_pipeline_may_differ(world):
     """Stages of one and of two layers; each has a step of its own."""
     with world_of(STAGES) as world:
         stage = world.rank // 2
         layers = [nn.Linear(3, 3) for _ in range(1 + stage)]
         model = evenstep.parallelize(nn.Sequential(*layers), world, blocks="Linear")
         model.backward(model(torch.ones(2, 3)).square().mean(), weight=1 + world.data_rank)
-        return len(model.engine.parameters), model.unused_parameters()
+        assert len(model.engine.parameters) == 2 + 2 * stage
+        assert model.unused_parameters() == []
 
 
-def test_stages_of_a_pipeline_may_differ(ranks):
-    assert ranks.run(uneven_stages, 4) == [(2, [])] * 2 + [(4, [])] * 2
-
-
-def loose_tensors():
+@on_ranks(2)
+def test_optimizers_may_have_tensors_of_no_module(world):
     """An optimizer over tensors that belong to no module, of which some have the shapes of parameters."""
     from torch.distributed.fsdp import fully_shard
 
@@ -632,10 +584,6 @@ def loose_tensors():
         loss = (model(torch.ones(1, 2)) * temperature + prompt.sum()).square().mean()
         model.backward(loss, weight=1)
         optimizer.step()
-
-
-def test_optimizers_may_have_tensors_of_no_module(ranks):
-    ranks.run(loose_tensors, 2)
 
 
 def drifting(changed):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -76,11 +77,12 @@ def test_a_sub_group_averages_among_its_ranks(world, fresh_seed):
     assert whole.world is world
 
 
-def two_dimensional(seed):
+@pytest.mark.extended
+@on_ranks(4)
+def test_tensor_parallelism_inside_a_mesh(world, fresh_seed):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    world = evenstep.init(quiet=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = make()
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -90,18 +92,13 @@ def two_dimensional(seed):
         evenstep.DistributedDataParallel(module, device_mesh=mesh["dp"], process_group=dist.group.WORLD)
     model = evenstep.DistributedDataParallel(module, device_mesh=mesh["dp"])
     replica = world.rank // 2
-    model(batch(seed + replica)).square().mean().backward()
+    model(batch(fresh_seed + replica)).square().mean().backward()
     names = [name for name, _ in make().named_parameters()]
-    whole = dict(zip(names, averaged(make(), [batch(seed), batch(seed + 1)]), strict=True))
+    whole = dict(zip(names, averaged(make(), [batch(fresh_seed), batch(fresh_seed + 1)]), strict=True))
     local = {name: p.grad for name, p in zip(model.engine.names, model.engine.parameters, strict=True)}
     tp = world.rank % 2
     torch.testing.assert_close(local["0.weight"], whole["0.weight"].chunk(2)[tp])
     torch.testing.assert_close(local["2.weight"], whole["2.weight"].chunk(2, dim=1)[tp])
-
-
-@pytest.mark.extended
-def test_tensor_parallelism_inside_a_mesh(ranks, fresh_seed):
-    ranks.run(two_dimensional, 4, fresh_seed)
 
 
 # ---------------------------------------------------------------------- ranks that run out of data
@@ -135,47 +132,6 @@ def square(seed):
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
 
 
-@pytest.mark.extended(ranks=3)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("order", ["first, second", "second, first"])
-@pytest.mark.parametrize("through_both", [False, True])
-@on_ranks(2, 3)
-def test_several_models_join_in_any_order(world, fresh_seed, through_both, order, weighted):
-    """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last.
-
-    Two models, in a `Join` in the order in which their backward passes end, or in the other one.
-    """
-    models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
-    modules = [square(s) for s in (1, 2)]
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.1) for each in (nn.ModuleList(models), nn.ModuleList(modules))
-    ]
-
-    def losses(first, second, x):
-        return [second(first(x)).square().mean()] if through_both else [m(x).square().mean() for m in (first, second)]
-
-    with Join(models if order == "first, second" else models[::-1], divide_by_initial_world_size=False):
-        for step in range(2 * world.rank):
-            x = batch(fresh_seed + 10 * step + world.rank, rows=2 + world.rank)
-            for number, loss in enumerate(losses(*models, x)):
-                if weighted:
-                    evenstep.backward(models if through_both else [models[number]], loss, weight=len(x))
-                else:
-                    loss.backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-    for step in range(2 * (world.world_size - 1)):
-        active = range(step // 2 + 1, world.world_size)
-        batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in active]
-        shares = [float(len(x)) if weighted else 1.0 for x in batches]
-        for x, share in zip(batches, shares, strict=True):
-            (sum(losses(*modules, x)) * share / sum(shares)).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    for model, module in zip(models, modules, strict=True):
-        assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
-
-
 def zero_redundancy(model, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, when it is imported
@@ -183,32 +139,53 @@ def zero_redundancy(model, **settings):
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("order", ["first, second", "second, first", "models, optimizer", "with hooks"])
+@pytest.mark.parametrize("through_both", [False, True])
 @on_ranks(2, 3)
-def test_an_optimizer_joins_behind_its_model(world, fresh_seed, weighted):
-    """Each rank steps its share of the parameters, also after it has left its loop."""
-    model, module = evenstep.DistributedDataParallel(make()), make()
-    optimizer = zero_redundancy(model, lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    with Join([model, optimizer], divide_by_initial_world_size=False):
+def test_several_models_join_in_any_order(world, fresh_seed, through_both, order, weighted):
+    """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last.
+
+    Two models, in a `Join` in the order in which their backward passes end, or in the other one, or with an optimizer
+    behind them, of which each rank steps its share of the parameters, also after it has left its loop.
+    """
+    models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
+    if order == "with hooks":  # a bucket that a hook sends comes behind the announcement of its window
+        for model in models:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+    modules = [square(s) for s in (1, 2)]
+    settings = {"lr": 0.1, "momentum": 0.9 if order == "models, optimizer" else 0.0}
+    whole, reference = nn.ModuleList(models), torch.optim.SGD(nn.ModuleList(modules).parameters(), **settings)
+    joinables = {"first, second": models, "second, first": models[::-1]}.get(order, list(models))
+    optimizer = torch.optim.SGD(whole.parameters(), **settings)
+    if order == "models, optimizer":
+        optimizer = zero_redundancy(whole, **settings)
+        joinables.append(optimizer)
+
+    def losses(first, second, x):
+        return [second(first(x)).square().mean()] if through_both else [m(x).square().mean() for m in (first, second)]
+
+    with Join(joinables, divide_by_initial_world_size=False):
         for step in range(2 * world.rank):
             x = batch(fresh_seed + 10 * step + world.rank, rows=2 + world.rank)
-            loss = model(x).square().mean()
-            if weighted:
-                model.backward(loss, weight=len(x))
-            else:
-                loss.backward()
+            for number, loss in enumerate(losses(*models, x)):
+                if weighted:
+                    evenstep.backward(models if through_both else [models[number]], loss, weight=len(x))
+                else:
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     for step in range(2 * (world.world_size - 1)):
         batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in range(step // 2 + 1, world.world_size)]
         shares = [float(len(x)) if weighted else 1.0 for x in batches]
-        losses = [module(x).square().mean() * share for x, share in zip(batches, shares, strict=True)]
-        (sum(losses) / sum(shares)).backward()
+        for x, share in zip(batches, shares, strict=True):
+            (sum(losses(*modules, x)) * share / sum(shares)).backward()
         reference.step()
         reference.zero_grad()
-    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
-    assert world.rank == world.world_size - 1 or all(grad is None for grad in grads(model))
+    for model, module in zip(models, modules, strict=True):
+        assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+    assert world.rank == world.world_size - 1 or all(grad is None for grad in grads(whole))
 
 
 @pytest.mark.parametrize("mistake", ["twice", "not the same", "optimizer first"])
@@ -533,71 +510,25 @@ def test_modules_are_used_in_many_ways(world, fresh_seed):
     handle.remove()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@on_ranks(2, 3)
-def test_a_part_of_a_module_may_be_wrapped_too(world, fresh_seed, weighted):
-    """A part of the module is wrapped too: it is averaged once, by itself, and follows the module's weights."""
-    module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
-    reference = copy.deepcopy(module)
-    module[0] = evenstep.DistributedDataParallel(module[0], bucket_cap_mb=1e-4)
-    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
-    assert all(name.startswith(("1.", "2.")) for name in model.engine.names)
-    for step in range(3):
-        batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
-        loss = model(batches[world.rank]).square().mean()
-        model.backward(loss, weight=len(batches[world.rank])) if weighted else loss.backward()
-        shares = [float(len(x)) if weighted else 1.0 for x in batches]
-        for x, share in zip(batches, shares, strict=True):
-            (reference(x).square().mean() * share / sum(shares)).backward()
-        assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
-        model.zero_grad()
-        reference.zero_grad()
-
-
-@pytest.mark.extended
 @on_ranks(2, 3)
 def test_a_wrapped_model_that_is_wrapped_again_is_averaged_once(world, fresh_seed):
-    """Beside torch's class, whose two wrappers average the same gradients one after the other."""
-    gloo = dist.new_group(backend="gloo")
-    x = batch(fresh_seed + world.rank)
-    found = []
-    for wrap, group in ((evenstep.DistributedDataParallel, None), (TorchDistributedDataParallel, gloo)):
-        module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
-        inner = wrap(module, process_group=group)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            outer = wrap(inner, process_group=group)
-        if wrap is evenstep.DistributedDataParallel:
-            assert [str(each.message)[:29] for each in told] == ["the module is wrapped already"] * (world.rank == 0)
-            first = inner, outer
-        for model in (outer, inner, outer):
-            outer.zero_grad()
-            model(x).square().mean().backward()
-            found.append(grads(outer))
-        outer.eval()  # module buffers stay equal
-        with outer.no_sync(), inner.no_sync():
-            outer(x).square().mean().backward()
-        found.append(grads(outer))
-        found.append(list(outer.state_dict()))
-    for ours, torchs in zip(found[:4], found[5:9], strict=True):
-        assert_same(ours, torchs, rtol=0, atol=1e-12)
-    assert found[4] == found[9]
-    _, outer = first
+    batches = [batch(fresh_seed + rank) for rank in range(world.world_size)]
+    inner = evenstep.DistributedDataParallel(make())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        outer = evenstep.DistributedDataParallel(inner)
+    assert [str(each.message)[:29] for each in told] == ["the module is wrapped already"] * (world.rank == 0)
+    for model in (outer, inner, outer):
+        outer.zero_grad()
+        model(batches[world.rank]).square().mean().backward()
+        assert_same(grads(outer), averaged(make(), batches), rtol=0, atol=1e-12)
+    before = outer.engine.num_reductions
+    with outer.no_sync(), inner.no_sync():
+        outer(batches[world.rank]).square().mean().backward()
+    assert outer.engine.num_reductions == before
+    assert list(outer.state_dict()) == [f"module.{name}" for name in inner.state_dict()]
     again = copy.deepcopy(outer) if world.process_group is dist.group.WORLD else outer
     assert again.engine is again.module.engine
-
-
-@on_ranks(2, 3)
-def test_parameters_may_be_frozen_and_unfrozen_again(world, fresh_seed):
-    model, module = evenstep.DistributedDataParallel(make()), make()
-    batches = [batch(fresh_seed + r) for r in range(world.world_size)]
-    for trains in (True, False, False, True, True):
-        for each in (model.module, module):
-            each[0].weight.requires_grad_(trains)
-        model.zero_grad()
-        model(batches[world.rank]).square().mean().backward()
-        assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
-        assert model.unused_parameters() == ([] if trains else ["0.weight"])
 
 
 # ---------------------------------------------------------------------- arguments and attributes
@@ -635,9 +566,9 @@ def test_what_is_ignored_stays_each_ranks_own(world, fresh_seed):
     assert module.mine.item() == 7 + world.rank
 
 
-def arguments(seed):
-    world = evenstep.init(quiet=True)
-    x, batches = batch(seed + world.rank), [batch(seed + r) for r in range(world.world_size)]
+@on_ranks(2, 3)
+def test_torchs_arguments_and_attributes(world, fresh_seed):
+    x, batches = batch(fresh_seed + world.rank), [batch(fresh_seed + r) for r in range(world.world_size)]
     expected = averaged(make(), batches)
     everything = {
         "find_unused_parameters": True,
@@ -675,17 +606,12 @@ def arguments(seed):
     assert not model.is_multi_device_module
 
 
-@SIZES
-def test_torchs_arguments_and_attributes(ranks, fresh_seed, nproc):
-    ranks.run(arguments, nproc, fresh_seed)
-
-
-def buffers():
+@on_ranks(2, 3)
+def test_arguments_about_buffers_mean_what_torch_means(world):
     """[equal after construction, after a step, `broadcast_buffers`] for each setting, of ours and of torch's own class.
 
     None where torch's knows no such argument: 2.11's has no `forward_sync_buffers`.
     """
-    world = evenstep.init(quiet=True)
     settings = [
         {},
         {"broadcast_buffers": True},
@@ -711,20 +637,15 @@ def buffers():
             means.append(module[1].running_mean.clone())
             everybody = [world.gather(mean[None]) for mean in means]
             outcomes.append([*(bool((each == each[0]).all()) for each in everybody), model.broadcast_buffers])
-    return outcomes[: len(settings)], outcomes[len(settings) :]
-
-
-@SIZES
-def test_arguments_about_buffers_mean_what_torch_means(ranks, nproc):
-    ours, torchs = ranks.run(buffers, nproc)[0]
+    ours, torchs = outcomes[: len(settings)], outcomes[len(settings) :]
     assert ours == [[True] * 3, [True] * 3, [False] * 3, [True, False, False], [True] * 3]
     assert None not in torchs[:3]
     assert all(theirs in (None, own) for own, theirs in zip(ours, torchs, strict=True))
 
 
-def switched_buffers():
+@on_ranks(2, 3)
+def test_buffers_may_be_switched_on_and_off_between_steps(world):
     """For ours and torch's: are module buffers equal after a step with the switch as it stands?"""
-    world = evenstep.init(quiet=True)
     outcomes = []
     for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
         model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
@@ -743,12 +664,7 @@ def switched_buffers():
             assert [len(each) for each in model.modules_buffers[:2]] == [3, 3]
             assert next(iter(model.named_module_buffers)) == "1.running_mean"
         outcomes.append(found)
-    return outcomes
-
-
-@SIZES
-def test_buffers_may_be_switched_on_and_off_between_steps(ranks, nproc):
-    ours, torchs = ranks.run(switched_buffers, nproc)[0]
+    ours, torchs = outcomes
     assert ours == torchs == [(True,) * 3, (False,) * 3, (False,) * 3, (True,) * 3]
 
 
@@ -796,13 +712,23 @@ def test_optimizers_in_hooks_and_builtin_hooks(world, fresh_seed):
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
-def optimizers_in_backward(seed, when):
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before wrapping",
+        "after wrapping",
+        "after a backward pass",
+        "between forward and backward",
+        "within a window",
+    ],
+)
+@on_ranks(2, 3)
+def test_optimizers_in_the_backward_pass_step_with_the_average(world, fresh_seed, when):
     """torch's `_apply_optimizer_in_backward` on some parameters: each steps once, with the average, and has no grad."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # what torch imports with it
         from torch.distributed.optim import _apply_optimizer_in_backward
 
-    world = evenstep.init(quiet=True)
     settings = {"lr": 0.1, "momentum": 0.9}
     for weighted in (False, True):
         module, reference = make(), make()
@@ -817,11 +743,11 @@ def optimizers_in_backward(seed, when):
         optimizers = [torch.optim.SGD(each.parameters(), **settings) for each in (module[2], reference)]
         if when == "after a backward pass":
             for each in (model, reference):
-                each(batch(seed)).square().mean().backward()
+                each(batch(fresh_seed)).square().mean().backward()
                 each.zero_grad()
             apply("after a backward pass")
         for step in range(3):
-            batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
+            batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
             shares = [float(len(x)) if weighted else 1.0 for x in batches]
             before = [p.detach().clone() for p in module.parameters()]
             with model.no_sync():
@@ -842,21 +768,6 @@ def optimizers_in_backward(seed, when):
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same(module.parameters(), reference.parameters(), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "when",
-    [
-        "before wrapping",
-        "after wrapping",
-        "after a backward pass",
-        "between forward and backward",
-        "within a window",
-    ],
-)
-@SIZES
-def test_optimizers_in_the_backward_pass_step_with_the_average(ranks, fresh_seed, nproc, when):
-    ranks.run(optimizers_in_backward, nproc, fresh_seed, when)
 
 
 @on_ranks(2, 3)
@@ -938,14 +849,17 @@ class Side(nn.Module):
         return self.last(hidden), self.side(hidden)
 
 
-def wrapped_part_accumulates(seed, how, is_weighted):
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
+@on_ranks(1, 2)
+def test_a_wrapped_part_accumulates_with_its_module(world, fresh_seed, how, is_weighted):
     """Beside one process; where it can, the last rank has no samples."""
-    world = evenstep.init(quiet=True)
-    module = Side(seed)
+    module = Side(fresh_seed)
     reference = copy.deepcopy(module)
     module.first = evenstep.DistributedDataParallel(module.first, bucket_cap_mb=1e-4)
     module.side = evenstep.DistributedDataParallel(evenstep.DistributedDataParallel(module.side), bucket_cap_mb=1e-4)
     model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    assert all(name.startswith("last.") for name in model.engine.names), "parts average their own"
 
     def loss_of(net, x):
         main, side = net(x)
@@ -957,7 +871,7 @@ def wrapped_part_accumulates(seed, how, is_weighted):
     for step in range(3):
         has_empty = how == "microbatches" and world.world_size > 1 and step > 0
         rows = [0 if has_empty and rank == world.world_size - 1 else 8 for rank in range(world.world_size)]
-        batches = [batch(seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
+        batches = [batch(fresh_seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
         mine = batches[world.rank]
         if how == "microbatches":
             for part in model.microbatches(mine, 4):
@@ -976,16 +890,16 @@ def wrapped_part_accumulates(seed, how, is_weighted):
         reference.zero_grad()
 
 
-@pytest.mark.parametrize("is_weighted", [True, False])
-@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_wrapped_part_accumulates_with_its_module(ranks, fresh_seed, nproc, how, is_weighted):
-    ranks.run(wrapped_part_accumulates, nproc, fresh_seed, how, is_weighted)
-
-
-def joins_twice(kind, is_even):
-    """The warnings of two epochs in a join, and of a third."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize(
+    ("kind", "is_even", "wanted"),
+    [
+        (torch.optim.AdamW, False, ["join: in an earlier on"]),
+        (torch.optim.AdamW, True, []),
+        (torch.optim.SGD, False, []),
+    ],
+)
+@on_ranks(2)
+def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(world, kind, is_even, wanted):
     model = evenstep.DistributedDataParallel(square(1))
     optimizer = kind(model.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as told:
@@ -996,16 +910,4 @@ def joins_twice(kind, is_even):
                     model.backward(model(batch(step)).square().mean())
                     optimizer.step()
                     model.zero_grad()
-    return [str(each.message)[:22] for each in told]
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_even", "wanted"),
-    [
-        (torch.optim.AdamW, False, ["join: in an earlier on"]),
-        (torch.optim.AdamW, True, []),
-        (torch.optim.SGD, False, []),
-    ],
-)
-def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(ranks, kind, is_even, wanted):
-    assert ranks.run(joins_twice, 2, kind, is_even) == [wanted, []]
+    assert [str(each.message)[:22] for each in told] == (wanted if world.rank == 0 else [])

@@ -17,7 +17,9 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
@@ -142,17 +144,15 @@ def test_a_loss_with_weight_zero_is_ignored_even_if_it_is_nan(world, as_tensor):
     others = [torch.full((3, 4), r + 1.0, dtype=torch.float64) for r in range(world.world_size) if r != 1]
     torch.stack([module(x, [0, 1]).sum() for x in others]).mean().backward()
     assert_same_grads(grads(model), grads(module), "NaN with weight 0")
-
-
-def no_weight_at_all():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
-    model.backward(model(torch.ones(2, 4, dtype=torch.float64), [0]).sum(), weight=0)
-    return [None if g is None else float(g.abs().sum()) for g in grads(model)]
-
-
-def test_a_window_without_any_weight_has_no_gradient(ranks):
-    assert ranks.run(no_weight_at_all, 2) == [[None, None]] * 2
+    model.zero_grad()
+    model.backward(model(x, [0]).sum(), weight=0)
+    assert grads(model) == [None] * 4, "a window without any weight has no gradient"
+    for wrong, told in (
+        (torch.ones(2), r"the loss is \[2\], not a tensor of one number"),
+        (1.0, "of type float, not a"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            model.backward(wrong, weight=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -172,12 +172,13 @@ def test_weights_do_not_overflow_sixteen_bits(world, dtype):
         model.zero_grad()
 
 
-def scaled_under_autocast(how, seed):
-    """(the scaler's number, the weights) after a training of ours and one of a single process on all rows."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("how", ["plain", "empty", "accumulated", "probe"])
+@on_ranks(2)
+def test_large_weights_make_no_scaler_skip_a_step_under_autocast(world, fresh_seed, how):
+    """Gradients of 2,048 rows times their number overflowed float16 within autocast, and steps were skipped."""
     results = []
     for is_ours in (True, False):
-        torch.manual_seed(seed)
+        torch.manual_seed(fresh_seed)
         inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         model = evenstep.DistributedDataParallel(inner, world=world) if is_ours else inner
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -209,15 +210,9 @@ def scaled_under_autocast(how, seed):
             scaler.update()
             optimizer.zero_grad()
         results.append((scaler.get_scale(), torch.cat([p.detach().flatten() for p in inner.parameters()])))
-    return results
-
-
-@pytest.mark.parametrize("how", ["plain", "empty", "accumulated", "probe"])
-def test_large_weights_make_no_scaler_skip_a_step_under_autocast(ranks, fresh_seed, how):
-    """Gradients of 2,048 rows times their number overflowed float16 within autocast, and steps were skipped."""
-    for ours, alone in ranks.run(scaled_under_autocast, 2, how, fresh_seed):
-        assert ours[0] == alone[0] == 65536.0
-        torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
+    ours, alone = results
+    assert ours[0] == alone[0] == 65536.0
+    torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
 
 
 # ---------------------------------------------------------------------- accumulation
@@ -280,8 +275,10 @@ class Network(nn.Module):
         return self.head(self.dropout(self.norm(self.linear(x.abs().log()))))
 
 
-def empty_share(first_batch_is_empty, plain):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("first_batch_is_empty", [True, False])
+@on_ranks(3)
+def test_an_empty_share_leaves_no_trace(world, first_batch_is_empty, plain):
     world.diverge_random_streams()  # which the first training forward would do
     torch.manual_seed(0)
     model = evenstep.DistributedDataParallel(Network(), world=world)
@@ -308,14 +305,8 @@ def empty_share(first_batch_is_empty, plain):
         model.zero_grad()
         with pytest.raises(UsageError, match=r"weight=1.0 for an empty share"):
             model.backward(model(x).sum(), weight=1.0)
-    return [g.tolist() for g in got]
-
-
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("first_batch_is_empty", [True, False])
-def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty, plain):
-    results = ranks.run(empty_share, 3, first_batch_is_empty, plain)
-    assert results[0] == results[1] == results[2]
+    sums = [float(g.double().sum()) for g in got]
+    assert world.exchange(sums) == [sums] * 3
 
 
 class WithLoss(nn.Module):
@@ -392,21 +383,6 @@ def test_a_pass_counts_for_what_its_loss_goes_through(world, fresh_seed, sharded
 # ---------------------------------------------------------------------- unused parameters, buffers
 
 
-def unused_parameters():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(4, 4, 0), bucket_cap_mb=1e-5, world=world)
-    for _ in range(3):
-        model(torch.ones(1, 4, dtype=torch.float64), [0, 1 + world.rank]).sum().backward()
-        pattern = [g is not None for g in grads(model)]
-        model.zero_grad()
-    return pattern
-
-
-def test_unused_parameters_need_no_flag(ranks):
-    """Layer 0 is used by all, 1 and 2 by one rank each, 3 by nobody."""
-    assert ranks.run(unused_parameters, 2) == [[True] * 6 + [False] * 2] * 2
-
-
 # ---------------------------------------------------------------------- overlap, views, cost
 
 
@@ -431,8 +407,8 @@ class LookAtTheEngine(torch.autograd.Function):
         return grad, None
 
 
-def overlap():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(world):
     seen = {}
 
     class Watched(nn.Module):
@@ -448,15 +424,9 @@ def overlap():
     for _ in range(2):  # the first pass only counts
         seen["reductions"] = model.engine.num_reductions
         model(torch.randn(2, 64)).sum().backward()
-    del seen["model"]
-    return seen
-
-
-def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(ranks):
-    for seen in ranks.run(overlap, 2):
-        assert seen["num_in_flight"] >= 2
-        assert seen["arrived"]
-        assert not seen["backward_had_ended"]
+    assert seen["num_in_flight"] >= 2
+    assert seen["arrived"]
+    assert not seen["backward_had_ended"]
 
 
 @on_ranks(2)
@@ -482,12 +452,12 @@ def test_gradients_are_views_and_are_copied_at_most_once(world):
         model.zero_grad(set_to_none=step == 0)
 
 
-def calls_of_python():
-    """How many of the engine's functions run in a steady pass, for one bucket of 20, 80 and 240 parameters.
+@on_ranks(2)
+def test_a_steady_backward_pass_runs_no_python_function_per_parameter(world):
+    """The engine's functions that run in a steady pass, for one bucket of 20, 80 and 240 parameters.
 
     Those of the transport aren't counted: it looks again and again whether the other rank has come.
     """
-    world = evenstep.init(quiet=True)
     counts = []
     for num_layers in (10, 40, 120):
         model = evenstep.DistributedDataParallel(Branches(num_layers, 2, 0), world=world, compare_every=0)
@@ -508,12 +478,7 @@ def calls_of_python():
             model.zero_grad(set_to_none=step % 2 == 0)
         assert len(model.engine.buckets) == 1
         counts.append(num_calls)
-    return counts
-
-
-def test_a_steady_backward_pass_runs_no_python_function_per_parameter(ranks):
-    for few, some, many in ranks.run(calls_of_python, 2):
-        assert 0 < few == some == many
+    assert 0 < counts[0] == counts[1] == counts[2]
 
 
 class Path(nn.Module):
@@ -550,8 +515,22 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_na
 # ---------------------------------------------------------------------- mistakes
 
 
-def different_models(kind):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
+        ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
+        ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
+        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
+        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
+        ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
+        ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
+        ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
+    ],
+)
+@on_ranks(2, 3)
+def test_a_different_model_on_one_rank_is_an_error_on_all(world, kind, words):
     odd = world.rank == world.world_size - 1
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if odd and kind == "count":
@@ -576,28 +555,8 @@ def different_models(kind):
         model.register_buffer("mean", torch.zeros(1))
     with pytest.raises(MismatchError) as error:
         evenstep.DistributedDataParallel(model, world=world)
-    return str(error.value)
-
-
-@SIZES
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
-        ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
-        ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
-        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
-        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
-        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
-        ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
-        ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
-        ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
-    ],
-)
-def test_a_different_model_on_one_rank_is_an_error_on_all(ranks, nproc, kind, words):
-    messages = ranks.run(different_models, nproc, kind)
-    assert len(set(messages)) == 1
-    assert words.format(odd=nproc - 1) in messages[0]
+    assert words.format(odd=world.world_size - 1) in str(error.value)
+    assert world.exchange(str(error.value)) == [str(error.value)] * world.world_size
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -619,18 +578,6 @@ def test_after_a_failed_backward_the_replicas_do_not_go_on(world, weighted):
                 run(kept)
     with pytest.raises(UsageError, match="the last backward pass raised an exception"):
         model(x, [0])
-
-
-def bad_losses():
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=evenstep.init(quiet=True))
-    with pytest.raises(ConfigurationError, match=r"the loss is \[2\], not a tensor of one number"):
-        model.backward(torch.ones(2), weight=1)
-    with pytest.raises(ConfigurationError, match="the loss is of type float, not a tensor of one number"):
-        model.backward(1.0, weight=1)
-
-
-def test_what_is_no_loss_is_refused(ranks):
-    ranks.run(bad_losses, 2)
 
 
 @pytest.mark.parametrize("how", ["assigned", "put there"])
@@ -749,13 +696,20 @@ def test_averaged_gradients_can_be_differentiated(world, fresh_seed, weighted):
         model.zero_grad()
 
 
-def empty_shares_through_two_models(seed, num_steps):
-    """A generator and a critic, wrapped, with several buckets each and shares of which some are empty."""
+def empty_shares_through_two_models(seed, num_steps, hooked):
+    """A generator and a critic, wrapped, with several buckets each and shares of which some are empty.
+
+    Perhaps with communication hooks, of the world's group or of one for each model.
+    """
     world = evenstep.init(quiet=True)
     shared = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     networks = [Branches(3, 4, shared.randrange(1 << 30)) for _ in range(2)]
     models = [evenstep.DistributedDataParallel(copy.deepcopy(n), bucket_cap_mb=1e-4) for n in networks]
+    groups = [dist.new_group() if hooked == "own groups" else None for _ in models]
+    for model, group in zip(models, groups, strict=True):
+        if hooked:
+            model.register_comm_hook(group, default_hooks.allreduce_hook)
     transports = [model.engine.transport for model in models]
     assert transports[0] is not transports[1] or world.world_size == 1
     for step in range(num_steps):
@@ -782,30 +736,27 @@ def empty_shares_through_two_models(seed, num_steps):
             assert_same_grads(got, [p.grad for p in network.parameters()], context)
             network.zero_grad()
             model.zero_grad()
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_several_models_with_empty_shares(ranks, fresh_seed, nproc):
-    ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12)
+@pytest.mark.parametrize(("nproc", "hooked"), [(1, ""), (2, ""), (3, ""), (2, "the world's group"), (2, "own groups")])
+def test_several_models_with_empty_shares(ranks, fresh_seed, nproc, hooked):
+    ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12, hooked)
 
 
-def models_one_after_the_other():
-    """How many transports for buckets a world makes for models of which two are alive at a time."""
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_transports_of_wrapped_models_are_used_again(world):
+    """Of models of which two are alive at a time: three, as a model is garbage when the collector has seen it."""
     gc.collect()
     kept, seen = [], set()
     for _ in range(6):
         kept = [*kept[-1:], evenstep.DistributedDataParallel(nn.Linear(2, 1))]
         seen.add(id(kept[-1].engine.transport))
     copied = pickle.loads(pickle.dumps(kept[-1]))
-    return len(seen), copied.engine.transport is world.transport
-
-
-def test_transports_of_wrapped_models_are_used_again(ranks):
-    """Three, since a model is garbage only when the collector has seen it."""
-    for num_transports, shares in ranks.run(models_one_after_the_other, 2):
-        assert num_transports <= 3
-        assert shares
+    assert len(seen) <= 3
+    assert copied.engine.transport is world.transport
 
 
 @on_ranks(2)
@@ -830,9 +781,10 @@ if __name__ == "__main__":
             print(f"{nproc} ranks: {checked[0]} windows equal the reference's, seed {seed}", flush=True)  # noqa: T201
 
 
-def forgotten(kind):
-    """Which of what a wrapped model holds is still there when the model has gone, without a collection."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("kind", ["plain", "synchronised statistics", "sharded"])
+@on_ranks(2)
+def test_a_model_that_is_deleted_is_freed_at_once(world, kind):
+    """Without a collection."""
     warm = nn.Linear(2, 2)
     warm(torch.ones(1, 2)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()  # the first step of a process leaves frames of torch's behind
@@ -859,11 +811,6 @@ def forgotten(kind):
         }
         seen = {name: weakref.ref(each) for name, each in held.items()}
         del held, model, module, optimizer
-        return [name for name, each in seen.items() if each() is not None]
+        assert [name for name, each in seen.items() if each() is not None] == []
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("kind", ["plain", "synchronised statistics", "sharded"])
-def test_a_model_that_is_deleted_is_freed_at_once(ranks, kind):
-    assert ranks.run(forgotten, 2, kind) == [[]] * 2

@@ -1,10 +1,12 @@
 """Backward passes that no forward pass of the wrapper began, compared with torch's class over Gloo, step by step.
 
-Each case is a generator: it runs one program with a wrapped model, and yields its gradients wherever they are compared.
-What rank 0 does alone meets nobody, or the test hangs.
+Each program is a generator: it runs with a wrapped model, and yields its gradients wherever they are compared. What
+one rank does alone meets nobody, or the test hangs.
 """
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
@@ -53,159 +55,89 @@ def loss_of(out):
 
 def look(model, x):
     """A look at gradients past the wrapper."""
-    loss_of(model.module(x)).backward()
+    loss_of(value_of(model.module(x))).backward()
 
 
-# ---------------------------------------------------------------------- cases that torch's class has the same
+# ---------------------------------------------------------------------- programs that torch's class runs the same
 
 
-def alone_between_steps(model, x, rank):
-    loss_of(model(x)).backward()
-    yield
-    model.zero_grad()
-    if rank == 0:
-        look(model, x)
-        look(model, x + 1)
-    yield
-    model.zero_grad()
-    loss_of(model(x)).backward()
-    yield
+def value_of(out):
+    return out.value if isinstance(out, Opaque) else out
 
 
-def alone_before_any_step(model, x, rank):
-    if rank == 0:
-        look(model, x)
-    yield
-    loss_of(model(x)).backward()  # averages what rank 0 has found, too
-    yield
-    if rank == 1:
-        look(model, 2 * x)
-    yield
-    loss_of(model(x)).backward()
-    yield
+ACTIONS = [
+    "a pass",
+    "several forwards",
+    "both ways",
+    "past the outputs",
+    "aside",
+    "looked at",
+    "directly",
+    "accumulated",
+    "evaluated",
+    "forward in no_sync",
+    "forward without gradients",
+    *["alone"] * 4,
+    "alone, directly",
+    *["zeroed"] * 3,
+]
 
 
-def left_in_zeroed_gradients(model, x, rank):
-    loss_of(model(x)).backward()
-    model.zero_grad(set_to_none=False)
-    if rank == 0:
-        look(model, x)
-    yield
-    loss_of(model(x)).backward()
-    yield
+def drawn(seed):
+    """A random program; what one rank does alone comes where no forward pass has prepared a pass."""
+
+    def program(model, x, rank):
+        chance, module = random.Random(seed), model.module
+        for _ in range(16):
+            action, who, y = chance.choice(ACTIONS), chance.randrange(dist.get_world_size()), x * chance.uniform(0.5, 2)
+            if action == "zeroed":
+                model.zero_grad(set_to_none=chance.random() < 0.5)
+            elif action.startswith("alone"):
+                if rank == who:
+                    look(model, y) if action == "alone" else squares(module).backward()
+            elif action == "forward without gradients":
+                with torch.no_grad():
+                    model(y)
+            elif action == "forward in no_sync":
+                with model.no_sync():
+                    model(y)
+            elif action == "accumulated":
+                with model.no_sync():
+                    loss_of(value_of(model(y))).backward()
+                    if rank == who:
+                        look(model, y)
+            else:
+                model.train(action != "evaluated")
+                collectively(action, model, y)
+                model.train()
+            yield
+
+    return program
 
 
-def several_forwards(model, x, rank):
-    outs = [model(x), model(x + 1), model(2 * x)]
-    loss_of(sum(outs)).backward()
-    yield
-    if rank == 0:
-        look(model, x)
-    yield
+def squares(module):
+    return sum((p * p).sum() for p in module.parameters())
 
 
-def forward_without_gradients(model, x, rank):
-    loss_of(model(x)).backward()
-    model.zero_grad()
-    with torch.no_grad():
-        model(x)
-    if rank == 0:
-        look(model, x)
-    yield
-
-
-def both_ways(model, x, rank):
-    (loss_of(model(x)) + loss_of(model.module(x + 1))).backward()
-    yield
-    if rank == 0:
-        look(model, x)
-    yield
-
-
-def prepared_and_past_the_outputs(model, x, rank):
-    model(x)
-    look(model, 2 * x)  # counts: the forward has prepared it
-    yield
-    if rank == 0:
-        look(model, 3 * x)
-    yield
-    model(x)
-    model.module.aside.backward()
-    yield
-
-
-def prepared_and_looked_at(model, x, rank):
-    out = model(x)
-    torch.autograd.grad(loss_of(out), list(model.parameters()), retain_graph=True)
-    torch.autograd.grad(loss_of(model.module(x)), list(model.parameters()))
-    yield
-    loss_of(out).backward()
-    yield
-
-
-def parameters_directly(model, x, rank):
-    loss_of(model(x)).backward()
-    sum((p * p).sum() for p in model.parameters() if rank == 0 or p is model.module.penalised).backward()
-    yield
-    (loss_of(model(x)) + sum((p * p).sum() for p in model.parameters())).backward()
-    yield
-
-
-def accumulated(model, x, rank):
-    with model.no_sync():
-        loss_of(model(x)).backward()
-        if rank == 0:
-            look(model, x)
-    yield
-    if rank == 1:
-        look(model, 2 * x)
-    yield
-    loss_of(model(x)).backward()
-    yield
-    model.zero_grad()
-    with model.no_sync():
-        model(x)
-    if rank == 0:
-        look(model, x)
-    yield
-
-
-def opaque_outputs(model, x, rank):
-    loss_of(model(x).value).backward()
-    yield
-    with model.no_sync():
-        loss_of(model(x).value).backward()
-    yield
-    if rank == 0:
-        look_opaque = loss_of(model.module(x).value)
-        look_opaque.backward()
-    yield
-    loss_of(model(x).value).backward()
-    yield
-
-
-def inputs_only(model, x, rank):
-    loss_of(model(x)).backward()
-    model.zero_grad()
-    if rank == 0:
-        attacked = x.clone().requires_grad_()
-        look(model, attacked)
-        model.module.second.weight.grad += attacked.grad.sum()
-    yield
-    loss_of(model(x)).backward()
-    yield
-
-
-def evaluated(model, x, rank):
-    model.eval()
-    loss_of(model(x)).backward()
-    if rank == 0:
-        with torch.enable_grad():
-            look(model, x)
-    yield
-    model.train()
-    loss_of(model(x)).backward()
-    yield
+def collectively(action, model, x):
+    """A pass that all ranks make, however its loss comes about."""
+    out = value_of(model(x))
+    if action == "several forwards":
+        loss_of(out + value_of(model(x + 1)) + value_of(model(2 * x))).backward()
+    elif action == "both ways":
+        (loss_of(out) + loss_of(value_of(model.module(x + 1)))).backward()
+    elif action == "past the outputs":
+        look(model, 2 * x)  # counts: the forward pass has prepared it
+    elif action == "aside":
+        model.module.aside.backward()
+    elif action == "looked at":
+        torch.autograd.grad(loss_of(out), list(model.parameters()), retain_graph=True)
+        torch.autograd.grad(loss_of(value_of(model.module(x))), list(model.parameters()))
+        loss_of(out).backward()
+    elif action == "directly":
+        (loss_of(out) + squares(model.module)).backward()
+    else:
+        loss_of(out).backward()
 
 
 def joined(model, x, rank):
@@ -225,23 +157,6 @@ def joined(model, x, rank):
     yield
 
 
-SAME = [
-    alone_between_steps,
-    alone_before_any_step,
-    left_in_zeroed_gradients,
-    several_forwards,
-    forward_without_gradients,
-    both_ways,
-    prepared_and_past_the_outputs,
-    prepared_and_looked_at,
-    parameters_directly,
-    accumulated,
-    inputs_only,
-    evaluated,
-    joined,
-]
-
-
 def gradients_of(case, wrap, x, rank, *, net=None, is_compiled=False, **options):
     torch.manual_seed(3)
     module = Net(**(net or {})).double()
@@ -253,13 +168,17 @@ def gradients_of(case, wrap, x, rank, *, net=None, is_compiled=False, **options)
     return found
 
 
-def compared(names, seed):
+def compared(seed):
     world = evenstep.init(quiet=True)
     x = batch(seed, world.rank)
     gloo = dist.new_group(backend="gloo")
     told = []
-    for name in names:
-        case, options = globals()[name], {"net": {"is_opaque": name == "opaque_outputs"}}
+    programs = {"joined": (joined, {})} | {
+        f"{number}, opaque {is_opaque}": (drawn(f"{seed} {number}"), {"net": {"is_opaque": is_opaque}})
+        for number in range(6)
+        for is_opaque in (False, True)
+    }
+    for name, (case, options) in programs.items():
         torchs = gradients_of(case, TorchDistributedDataParallel, x, world.rank, process_group=gloo, **options)
         for caps in ({}, {"bucket_cap_mb": 2e-4}):
             ours = gradients_of(case, evenstep.DistributedDataParallel, x, world.rank, **caps, **options)
@@ -278,8 +197,7 @@ def differences(ours, torchs):
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_passes_that_no_forward_began_are_a_ranks_own(ranks, fresh_seed, nproc):
-    told = ranks.run(compared, nproc, [case.__name__ for case in [*SAME, opaque_outputs]], fresh_seed)
-    assert told == [[]] * nproc
+    assert ranks.run(compared, nproc, fresh_seed) == [[]] * nproc
 
 
 # ---------------------------------------------------------------------- checkpoints, compiled models, static graphs
@@ -297,11 +215,11 @@ def ordinary(model, x, rank):
         yield
 
 
-def in_many_kinds_of_models(seed):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.extended
+@on_ranks(2)
+def test_a_ranks_own_passes_in_models_of_many_kinds(world, fresh_seed):
+    x = batch(fresh_seed, world.rank)
     gloo = dist.new_group(backend="gloo")
-    told = []
     kinds = {
         "checkpoints": {"net": {"use_reentrant": False}},
         "reentrant checkpoints": {"net": {"use_reentrant": True}, "static_graph": True},
@@ -312,13 +230,7 @@ def in_many_kinds_of_models(seed):
     for name, options in kinds.items():
         torchs = gradients_of(ordinary, TorchDistributedDataParallel, x, world.rank, process_group=gloo, **options)
         ours = gradients_of(ordinary, evenstep.DistributedDataParallel, x, world.rank, **options)
-        told += [f"{name}: {text}" for text in differences(ours, torchs)]
-    return told
-
-
-@pytest.mark.extended
-def test_a_ranks_own_passes_in_models_of_many_kinds(ranks, fresh_seed):
-    assert ranks.run(in_many_kinds_of_models, 2, fresh_seed, timeout_s=150) == [[]] * 2
+        assert list(differences(ours, torchs)) == [], name
 
 
 # ---------------------------------------------------------------------- what ours averages, and torch's doesn't
@@ -348,29 +260,22 @@ def forward_in_no_sync(model, x, rank):
 MORE = {"kept_graph": [0, 0], "one_backward_per_forward": [0, 1], "forward_in_no_sync": [0]}  # what is added to x
 
 
-def averages_more(seed):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.extended
+@on_ranks(2)
+def test_every_pass_through_the_wrappers_outputs_is_averaged(world, fresh_seed):
+    x = batch(fresh_seed, world.rank)
     gloo = dist.new_group(backend="gloo")
-    told = []
     for name, shifts in MORE.items():
         case = globals()[name]
         torchs = gradients_of(case, TorchDistributedDataParallel, x, world.rank, process_group=gloo)
         ours = gradients_of(case, evenstep.DistributedDataParallel, x, world.rank)
-        if not any(differences(ours, torchs)):
-            told.append(f"{name}: torch's class does the same now")
+        assert any(differences(ours, torchs)), f"{name}: torch's class does the same now"
         torch.manual_seed(3)
         module = Net().double()
         for shift in shifts:
-            losses = [loss_of(module(batch(seed, rank) + shift)) for rank in range(world.world_size)]
+            losses = [loss_of(module(batch(fresh_seed, rank) + shift)) for rank in range(world.world_size)]
             torch.stack(losses).mean().backward()
-        told += [f"{name}: {text}" for text in differences(ours, [[p.grad for p in module.parameters()]])]
-    return told
-
-
-@pytest.mark.extended
-def test_every_pass_through_the_wrappers_outputs_is_averaged(ranks, fresh_seed):
-    assert ranks.run(averages_more, 2, fresh_seed) == [[]] * 2
+        assert list(differences(ours, [[p.grad for p in module.parameters()]])) == [], name
 
 
 # ---------------------------------------------------------------------- beside weights, shards and virtual ranks

@@ -23,6 +23,7 @@ from evenstep.transport.factory import open_between
 from evenstep.transport.tree_order import in_tree_order
 from tests import reproducible_runs as runs
 from tests.procs.transport.test_transport import gloo_carries
+from tests.ranks import on_ranks
 from tests.transport_cases import Coverage, check_transport
 
 STEPS = 7  # of the digits, 5 of the language model: among them a short last batch, and a step behind it
@@ -86,45 +87,45 @@ def test_batch_normalisation_over_virtual_ranks_that_run_at_the_same_time(ranks,
 
 
 class BesideOutputs(nn.Module):
-    """Has a parameter that the loss uses, and the model's own outputs don't."""
+    """Has a parameter that the loss uses, and the model's own outputs don't, and a buffer that counts passes."""
 
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.layer = nn.Linear(3, 3).double()
         self.factor = nn.Parameter(torch.randn(1, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
-        return self.layer(x)
+        self.count += 1
+        return self.layer(x) * float(self.count)
 
     def loss(self, model, x):
         return model(x).square().mean() + self.factor.square().sum() * x.sum()
 
 
-def gradients_beside_outputs(seed, keeps):
+@pytest.mark.parametrize("keeps", [False, True])
+@on_ranks(1, 2, 4)
+def test_plain_backward_averages_gradients_beside_the_models_outputs(world, fresh_seed, keeps):
     """Without zero_grad between some steps, too; the loop's gradients against those of the whole batch."""
-    with runs.reproducible(seed, virtual_ranks=4) as world:
-        model = evenstep.DistributedDataParallel(BesideOutputs(seed), world=world)
-        single = BesideOutputs(seed)
+    with runs.reproducible(fresh_seed, virtual_ranks=4) as world:
+        model = evenstep.DistributedDataParallel(BesideOutputs(fresh_seed), world=world)
+        single = BesideOutputs(fresh_seed)
         for step in range(6):
-            x = torch.randn(4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + step))
+            x = torch.randn(4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed + step))
             per_rank = 4 // world.world_size
             share = x[world.rank * per_rank : (world.rank + 1) * per_rank].reshape(-1, 3)
             for part in model.microbatches(share):
                 model.module.loss(model, part).backward()
-            (sum(single.loss(single, each) for each in x) / 4).backward()
+            for each in x:
+                single.count.fill_(step)  # every virtual rank begins with the buffers of the step's beginning
+                (single.loss(single, each) / 4).backward()
             for (name, got), expected in zip(model.module.named_parameters(), single.parameters(), strict=True):
-                message = f"seed {seed}, step {step}, {name}: {got.grad} and not {expected.grad}"
+                message = f"fresh_seed {fresh_seed}, step {step}, {name}: {got.grad} and not {expected.grad}"
                 assert torch.allclose(got.grad, expected.grad, rtol=1e-12, atol=1e-12), message
             if not (keeps and step % 3 == 1):
                 model.zero_grad(set_to_none=step % 2 == 0)
                 single.zero_grad()
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_plain_backward_averages_gradients_beside_the_models_outputs(ranks, fresh_seed, nproc, keeps):
-    ranks.run(gradients_beside_outputs, nproc, fresh_seed, keeps)
 
 
 # ---------------------------------------------------------------------- transports

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import evenstep
+from tests.ranks import on_ranks
 
 
 class Normed(nn.Module):
@@ -36,28 +35,22 @@ def build(seed: int, scripted: str) -> nn.Module:
         return torch.jit.script(module) if scripted == "whole" else module
 
 
-def trained(seed: int, scripted: str, kind: str) -> dict[str, Any]:
-    """The state of a model behind three steps on this rank's rows."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed, scripted))
-    if kind == "sharded":
-        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(seed + world.rank)
-    for _ in range(3):
-        model.backward(model(torch.randn(4, 6, dtype=torch.float64, generator=generator)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return copy.deepcopy(dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("scripted", ["part", "whole"])
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
-def test_scripted_modules_train_as_others_do(ranks, fresh_seed, nproc, scripted, kind):
-    expected = ranks.run(trained, nproc, fresh_seed, "", kind)[0]
-    for found in ranks.run(trained, nproc, fresh_seed, scripted, kind):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+@on_ranks(1, 2)
+def test_scripted_modules_train_as_others_do(world, fresh_seed, scripted, kind):
+    models = [evenstep.DistributedDataParallel(build(fresh_seed, which)) for which in ("", scripted)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    if kind == "sharded":
+        optimizers[1] = evenstep.ShardedOptimizer(models[1], torch.optim.AdamW, lr=0.01)
+    generator = torch.Generator().manual_seed(fresh_seed + world.rank)
+    for _ in range(3):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    expected, found = (model.state_dict() for model in models)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")

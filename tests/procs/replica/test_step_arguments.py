@@ -14,6 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, UsageError
+from tests.ranks import on_ranks
 
 NORM = {"max_norm": 0.1}
 
@@ -260,76 +261,35 @@ def test_what_is_each_ranks_own_is_left_alone(ranks, fresh_seed):
     assert seen[0][0] == 15
 
 
-def joined(seed: int) -> int:
-    """Ranks clip unequally often within a join, and come out of it in step."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed), world=world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
-        evenstep.clip_grad_norm_(model, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with model.join():
-        for _ in range(2 + world.rank):
-            step()
-    for _ in range(2):
-        step()
-    return 1
-
-
-def test_clipping_within_a_join_is_no_difference(ranks, fresh_seed):
-    assert ranks.run(joined, 2, fresh_seed) == [1, 1]
-
-
-def shape_that_one_rank_steps(late: bool) -> str:
-    """Muon is given a vector, which its class refuses: the text that a rank hears."""
-    evenstep.init(quiet=True)
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_a_shape_that_the_class_refuses_is_said_on_all_ranks(world: evenstep.World, late: bool) -> None:
+    """Muon is given a vector, which only one rank would step."""
     model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 8))
     weight, bias = model.module.weight, model.module.bias
-    try:
-        if late:
-            optimizer = evenstep.ShardedOptimizer(model, torch.optim.Muon, [weight], lr=0.1)
-            optimizer.add_param_group({"params": [bias]})
-        else:
+    told = pytest.raises(ConfigurationError, match="Muon: Muon only supports 2D parameters")
+    if not late:
+        with told:
             evenstep.ShardedOptimizer(model, torch.optim.Muon, [weight, bias], lr=0.1)
-    except ConfigurationError as error:
-        return str(error)
-    return "nothing"
+        return
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.Muon, [weight], lr=0.1)
+    with told:
+        optimizer.add_param_group({"params": [bias]})
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_shape_that_the_class_refuses_is_said_on_all_ranks(ranks, late):
-    for heard in ranks.run(shape_that_one_rank_steps, 2, late):
-        assert "Muon: Muon only supports 2D parameters" in heard
-
-
-def copies_of_optimizers() -> list[str]:
-    """What copying says."""
-    evenstep.init(quiet=True)
-    heard = []
+@on_ranks(2)
+def test_a_divided_optimizer_is_not_copied(world: evenstep.World) -> None:
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 2))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     for copied in (copy.deepcopy, pickle.dumps):
-        model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 2))
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-        try:
+        with pytest.raises(UsageError, match=r"can't be copied or pickled.*state_dict\(\)"):
             copied(optimizer)
-        except UsageError as error:
-            heard.append(str(error))
-    return heard
 
 
-def test_a_divided_optimizer_is_not_copied(ranks):
-    for heard in ranks.run(copies_of_optimizers, 2):
-        assert len(heard) == 2
-        assert all("can't be copied or pickled" in text and "state_dict()" in text for text in heard)
-
-
-def states_of_other_classes(way: str) -> tuple[str, float]:
-    """(what loading them says, by how much a state that an older torch has saved is off what was saved)."""
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("stage2", [False, True])
+@on_ranks(2)
+def test_a_state_of_another_class_is_refused_where_it_is_loaded(world: evenstep.World, stage2: bool) -> None:
+    """A state that an older torch has saved isn't."""
     plain = build(1)
     momentum = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -341,23 +301,15 @@ def states_of_other_classes(way: str) -> tuple[str, float]:
     for option in ("decoupled_weight_decay", "fused"):
         del older["param_groups"][0][option]
     model = evenstep.DistributedDataParallel(build(2), world=world)
-    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.3, shard_gradients=way == "stage 2")
-    wrong = momentum if world.rank == 0 else torch.optim.Adadelta(plain.parameters())
-    with pytest.raises(ConfigurationError) as caught:
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.3, shard_gradients=stage2)
+    wrong, strange = momentum, "dampening, momentum, nesterov"
+    if world.rank == 1:
+        wrong, strange = torch.optim.Adadelta(plain.parameters()), ".*rho"
+    told = f"on rank {world.rank}: parameter group 0 has {strange}, and .*lacks betas.*another class of optimizer"
+    with pytest.raises(ConfigurationError, match=told):
         optimizer.load_state_dict(wrong.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.3
     optimizer.load_state_dict(older)
     loaded = optimizer.state_dict()["state"]
-    off = max(float((loaded[n]["exp_avg"] - state["exp_avg"]).abs().max()) for n, state in older["state"].items())
-    return str(caught.value), off
-
-
-@pytest.mark.parametrize("way", ["stage 1", "stage 2"])
-def test_a_state_of_another_class_is_refused_where_it_is_loaded(ranks, way):
-    for rank, (heard, off) in enumerate(ranks.run(states_of_other_classes, 2, way)):
-        strange = "rho" if rank == 1 else "dampening, momentum, nesterov"
-        assert f"on rank {rank}: parameter group 0 has " in heard
-        assert f"{strange}, and " in heard
-        assert "lacks betas" in heard
-        assert "it was saved from another class of optimizer than AdamW" in heard
-        assert off == 0.0
+    for number, state in older["state"].items():
+        assert torch.equal(loaded[number]["exp_avg"], state["exp_avg"])

@@ -1,9 +1,8 @@
-"""What programs do between a backward pass and a step, and around optimizers, on 1 to 3 ranks."""
+"""State of divided optimizers: of one rank alone, and in dtypes of its own."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import MismatchError, UsageError
+from evenstep.errors import MismatchError
 from tests.ranks import on_ranks
 
 
@@ -20,82 +19,17 @@ def build(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 5)).double()
 
 
-def wrap(seed: int, **options: Any) -> evenstep.DistributedDataParallel:
-    return evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4, **options)
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def backward(model: evenstep.DistributedDataParallel, seed: int) -> None:
-    world = model.world
-    x = batch(seed)[world.rank :: world.world_size]
-    dtype = next(model.parameters()).dtype
-    model.backward(model(x.to(dtype)).square().mean(), weight=len(x))
-
-
-# ---------------------------------------------------------------------- complex parameters, hooks of state dicts
-
-
-# ---------------------------------------------------------------------- a loss with more in it than the model's outputs
-
-
-NUM_STEPS, NUM_ROUNDINGS = 5, 32  # of a step: sums of at most 24 numbers and 3 ranks, products, the step itself
-
-
-# ---------------------------------------------------------------------- values beside 16-bit parameters
-
-
-# ---------------------------------------------------------------------- clipping
-
-
 @on_ranks(2)
-def test_clipping_within_a_window_is_an_error_however_parameters_are_given(world: evenstep.World) -> None:
-    model, other = wrap(0), wrap(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 6, dtype=torch.float64)
-    with model.accumulate():
-        model(x * (1 + world.rank)).sum().backward()
-    other(x).sum().backward()
-    targets = [optimizer, list(model.parameters()), (p for p in model.parameters()), model.module[0].weight, model]
-    for target in [*targets, (p for p in model.parameters()), model.module[2]]:
-        clip = evenstep.clip_grad_norm_ if target is not targets[-1] else evenstep.clip_grad_value_
-        with pytest.raises(UsageError, match="this rank's alone"):
-            clip(target, 1.0)
-    assert float(evenstep.clip_grad_norm_(other.parameters(), 1.0, "inf")) > 0  # those have been averaged
-    model(x).sum().backward()
-    norms = world.exchange(float(evenstep.clip_grad_norm_(optimizer, 1.0)))
-    assert norms[0] > 0
-    assert len(set(norms)) == 1
-
-
-# ---------------------------------------------------------------------- LocalSGD
-
-
-# ---------------------------------------------------------------------- what only some ranks do
-
-
-def alone(seed: int) -> str:
-    """What this rank is told when rank 0 alone saves the optimizer."""
-    world = evenstep.init(quiet=True)
-    model = wrap(seed)
+def test_a_state_dict_of_one_rank_alone_is_told_to_all(world, fresh_seed):
+    """The others' next values were taken for state: an error about unpacking."""
+    model = evenstep.DistributedDataParallel(build(fresh_seed), bucket_cap_mb=5e-4)
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
-    backward(model, seed)
+    model(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
     optimizer.step()
-    with pytest.raises(MismatchError) as caught:
+    told = "^the ranks make different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
+    with pytest.raises(MismatchError, match=told):
         optimizer.state_dict() if world.is_main else world.gather(torch.ones(2))
     optimizer.state_dict()  # nobody waits for anybody
-    return str(caught.value)
-
-
-def test_a_state_dict_of_one_rank_alone_is_told_to_all(ranks, fresh_seed):
-    """The others' next values were taken for state: an error about unpacking."""
-    told = ranks.run(alone, 2, fresh_seed)
-    assert told[0] == told[1]
-    assert told[0].startswith(
-        "the ranks make different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
-    )
 
 
 class Wide(torch.optim.Optimizer):
@@ -122,10 +56,11 @@ class Wide(torch.optim.Optimizer):
                 p.copy_(p.float() - group["lr"] * state["sum"] / state["count"])
 
 
-def state_of_other_dtypes(seed: int, elementwise: bool) -> list[str]:
-    """What differs from the optimizer that isn't divided, when a group was added between two steps."""
-    evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("elementwise", [False, True])
+@on_ranks(1, 2)
+def test_state_keeps_the_dtype_that_its_optimizer_chose_when_a_group_is_added(world, fresh_seed, elementwise):
+    """Beside the optimizer that isn't divided."""
+    torch.manual_seed(fresh_seed)
     first = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5)).bfloat16()
     models = [evenstep.DistributedDataParallel(copy.deepcopy(first), bucket_cap_mb=1e-4) for _ in range(2)]
     heads, bodies = ([list(model.module[n].parameters()) for model in models] for n in (0, 1))
@@ -139,52 +74,9 @@ def state_of_other_dtypes(seed: int, elementwise: bool) -> list[str]:
             optimizer.step()
             model.zero_grad()
     named = zip(models[0].module.named_parameters(), models[1].module.parameters(), strict=True)
-    wrong = [name for (name, ours), theirs in named if not torch.equal(ours, theirs)]
+    assert [name for (name, ours), theirs in named if not torch.equal(ours, theirs)] == []
     ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
     for number, state in theirs.items():
         for key, value in state.items():
             other = ours[number][key]
-            is_same = value == other if key == "told" else value.dtype is other.dtype and torch.equal(value, other)
-            if not is_same:
-                wrong.append(f"{key} of {number}")
-    return wrong
-
-
-@pytest.mark.parametrize("elementwise", [False, True])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_state_keeps_the_dtype_that_its_optimizer_chose_when_a_group_is_added(ranks, fresh_seed, nproc, elementwise):
-    assert ranks.run(state_of_other_dtypes, nproc, fresh_seed, elementwise) == [[]] * nproc
-
-
-# ---------------------------------------------------------------------- gradients that aren't in memory of their own
-
-
-def warnings_of_nan(seed: int, kind: str) -> list[str]:
-    """The warnings of three steps, in the second of which rank 1 has a NaN."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Embedding(9, 300, sparse=kind == "sparse"), nn.Linear(300, 300))
-    model = evenstep.DistributedDataParallel(module)
-    optimizer: Any = None
-    if kind == "lent":
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, shard_gradients=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(3):
-            out = model(torch.arange(4))
-            is_bad = step == 1 and world.rank == 1
-            (out.square().mean() * (float("nan") if is_bad else 1.0)).backward()
-            if optimizer is not None:
-                optimizer.step()
-            model.zero_grad()
-    return [str(each.message) for each in told if "not a number" in str(each.message)]
-
-
-@pytest.mark.parametrize("kind", ["lent", "sparse"])
-def test_a_nan_in_lent_or_sparse_gradients_is_reported(ranks, fresh_seed, kind):
-    first, second = ranks.run(warnings_of_nan, 2, fresh_seed, kind)
-    assert second == []
-    assert len(first) == 1
-    assert "rank 1: " in first[0]
-    assert "'0.weight'" in first[0]
-    assert "in backward pass 2" in first[0]
+            assert value == other if key == "told" else value.dtype is other.dtype and torch.equal(value, other)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import MismatchError
-from evenstep.replica.normalization.sync_batchnorm import SyncLayers
+from evenstep.replica.batches import split
 from tests.ranks import on_ranks
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3])
@@ -180,13 +181,19 @@ def compare(model, plain, what, tolerance=1e-10):
         close(a, b, f"{what}: {name}", tolerance)
 
 
-def wrapped(seed, num_steps, norm, recompute, broadcast):
-    """Shares of random lengths, empty ones among them, also on rank 0; torch's class is replaced."""
+def wrapped(seed, num_steps, norm, recompute, broadcast, hooked=False):
+    """Shares of random lengths, empty ones among them, in micro-batches; torch's class is replaced.
+
+    The k-th parts of all ranks are normalised together. A loss that is no number and has no weight has no effect on the
+    others' gradients, though its rows are part of the batch.
+    """
     world = evenstep.init(quiet=True)
-    shared = random.Random(seed)
+    shared, size = random.Random(seed), world.world_size
     model = evenstep.DistributedDataParallel(
         Net(norm, seed, recompute), bucket_cap_mb=1e-4, broadcast_buffers=broadcast, world=world
     )
+    if hooked:  # a hook needs the sum of weights, while a rank without samples takes part in statistics
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     plain = Net(nn.BatchNorm1d, seed, recompute)
     if norm is nn.BatchNorm1d:
         model.module = evenstep.SyncBatchNorm.convert_sync_batchnorm(model.module)
@@ -195,89 +202,51 @@ def wrapped(seed, num_steps, norm, recompute, broadcast):
     assert isinstance(model.module.norms[0], nn.SyncBatchNorm)
     generator = torch.Generator().manual_seed(seed)
     for step in range(num_steps):
-        rows = shared.randint(2, 9)
-        cuts = [0] * world.world_size + [rows] if step == 1 else random_cuts(shared, rows, world.world_size)
+        rows, num_parts, weighted = shared.randint(2, 9), shared.choice([1, 1, 2, 3]), shared.random() < 0.7
+        cuts = [0] * size + [rows] if step == 1 else random_cuts(shared, rows, size)
         if recompute:  # reentrant checkpoints want the first pass of every rank to be a real one
-            cuts = [0, *range(1, world.world_size), rows]
-        whole, target = torch.randn(rows, 5, generator=generator).double(), torch.ones(rows, 2).double()
-        mine = share_of(whole, cuts, world.rank)
-        loss = nn.functional.mse_loss(model(mine), share_of(target, cuts, world.rank))
-        model.backward(loss, weight=len(mine))
-        nn.functional.mse_loss(plain(whole), target).backward()
-        compare(model, plain, f"seed {seed}, step {step}, cuts {cuts}")
+            cuts, num_parts = [0, *range(1, size), rows], 1
+        muted = shared.randrange(size) if weighted and num_parts == 1 and shared.random() < 0.5 else None
+        whole = torch.randn(rows, 5, generator=generator).double()
+        parts = [split(share_of(whole, cuts, rank), num_parts) for rank in range(size)]
+        most = max(map(len, parts))
+        parts = [[whole[:0]] * (most - len(each)) + each for each in parts]  # the empty ones come first
+        counts = [[0 if rank == muted else len(part) for part in each] for rank, each in enumerate(parts)]
+        if min(sum(len(each[index]) for each in parts) for index in range(most)) < 2 or not any(map(any, counts)):
+            continue  # no variance, or nothing that counts
+        mine = parts[world.rank]
+        given = model.microbatches(share_of(whole, cuts, world.rank), num_parts) if num_parts > 1 else mine
+        for number, (part, expected) in enumerate(zip(given, mine, strict=True)):
+            assert torch.equal(part, expected)
+            loss = model(part).square().mean()
+            if weighted:
+                loss = loss * float("nan") if world.rank == muted else loss
+                model.backward(loss, weight=counts[world.rank][number])
+            else:
+                loss.backward()
+        total = sum(map(sum, counts))
+        for index in range(most):
+            together = [each[index] for each in parts]
+            losses = plain(torch.cat(together)).square().mean(1).split([len(part) for part in together])
+            shares = [each[index] / total if weighted else 1 / size for each in counts]
+            sum(each.mean() * share for each, share in zip(losses, shares, strict=True) if len(each)).backward()
+        compare(model, plain, f"seed {seed}, step {step}, cuts {cuts}, {num_parts} parts, weighted {weighted}, {muted}")
         model.zero_grad()
         plain.zero_grad()
 
 
 @SIZES
 def test_a_wrapped_model_steps_as_one_process(ranks, fresh_seed, nproc):
-    ranks.run(wrapped, nproc, fresh_seed, 5, nn.SyncBatchNorm, None, True)
+    ranks.run(wrapped, nproc, fresh_seed, 16, nn.SyncBatchNorm, None, True)
+    ranks.run(wrapped, nproc, fresh_seed, 8, nn.SyncBatchNorm, None, True, True)
 
 
 @pytest.mark.parametrize(("recompute", "broadcast"), [(False, True), (True, False), (None, False)])
 def test_checkpoints_and_buffers_that_are_not_broadcast(ranks, fresh_seed, recompute, broadcast):
-    ranks.run(wrapped, 2, fresh_seed, 5, evenstep.SyncBatchNorm, recompute, broadcast)
-
-
-def in_microbatches(seed, plain_backward):
-    """All ranks run equally many parts, and the k-th parts of all ranks are normalised together."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, seed), world=world)
-    plain = Net(nn.BatchNorm1d, seed)
-    whole = torch.randn(8, 5, generator=torch.Generator().manual_seed(seed)).double()
-    cuts = [0, 6, 8, 8, 8]
-    mine = share_of(whole, cuts, world.rank)
-    # Six, two and no rows in at most three parts, the empty ones first.
-    parts = [[[0, 1], [2, 3], [4, 5]], [[], [6], [7]], [[], [], []]][: world.world_size]
-    num_parts = 0
-    for part in model.microbatches(mine, 3):
-        assert torch.equal(part, whole[parts[world.rank][num_parts]])
-        num_parts += 1
-        loss = model(part).square().mean()
-        loss.backward() if plain_backward else model.backward(loss, weight=len(part))
-    for index in range(3):
-        together = [each[index] for each in parts]
-        out = plain(whole[[row for rows in together for row in rows]]).square()
-        if plain_backward:
-            sizes = [len(rows) for rows in together]
-            (sum(each.mean() for each in out.split(sizes) if len(each)) / world.world_size).backward()
-        else:
-            (out.mean(1).sum() / 8).backward()
-    compare(model, plain, f"seed {seed}")
-    return num_parts
-
-
-@pytest.mark.parametrize("plain_backward", [True, False])
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_microbatches_of_unequal_shares_do_not_deadlock(ranks, fresh_seed, nproc, plain_backward):
-    assert ranks.run(in_microbatches, nproc, fresh_seed, plain_backward) == [3] * nproc
-
-
-@on_ranks(2)
-def test_a_nan_with_weight_zero_stays_where_it_is(world):
-    """A loss that doesn't count has no effect on the others' gradients, though its rows are part of the batch."""
-    model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, 0), world=world)
-    plain = Net(nn.BatchNorm1d, 0)
-    whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
-    loss = model(whole[world.rank * 3 :][:3]).square().mean()
-    model.backward(loss * float("nan") if world.rank else loss, weight=0 if world.rank else 3)
-    plain(whole)[:3].square().mean().backward()
-    compare(model, plain, "NaN with weight 0")
+    ranks.run(wrapped, 2, fresh_seed, 8, evenstep.SyncBatchNorm, recompute, broadcast)
 
 
 # ---------------------------------------------------------------------- ranks that have run out of batches
-
-
-class Windows:
-    """What the layers see of an engine: a window is a forward and a backward pass."""
-
-    num_reductions = 0
-
-    def contribution(self):
-        return 1.0
-
-    def announce(self):
-        pass
 
 
 class Straight(Net):
@@ -285,92 +254,51 @@ class Straight(Net):
 
     def forward(self, x):
         x = self.norms[1](torch.tanh(self.norms[0](self.first(x))))
-        return self.head(torch.tanh(self.norms[2](x)))
+        return self.head(torch.tanh(self.norms[2](self.second(x))))
 
 
-def replayed(seed, has_record):
-    """Rank 0 goes on; the others shadow its windows, and their running statistics stay equal."""
-    world, engine = evenstep.init(quiet=True), Windows()
-    kind = Net if has_record else Straight
-    net, plain = kind(evenstep.SyncBatchNorm, seed), kind(nn.BatchNorm1d, seed)
-    layers = SyncLayers(net, world, engine)
-    generator = torch.Generator().manual_seed(seed)
-    if has_record:
-        whole = torch.randn(world.world_size * 2, 5, generator=generator).double()
-        net(whole[world.rank * 2 :][:2]).square().sum().backward()
-        plain(whole).square().sum().backward()
-        net.zero_grad(), plain.zero_grad()
-    x = torch.randn(5, 5, generator=generator).double()
-    for _ in range(2):
-        engine.num_reductions += 1
-        if world.rank == 0:
-            net(x).square().sum().backward()
-        else:
-            layers.shadow()
-        plain(x).square().sum().backward()
-    for (name, a), b in zip(net.named_buffers(), plain.buffers(), strict=True):
-        close(a, b, name)
-    if world.rank == 0:
-        for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
-            if b.grad is not None:
-                close(a.grad, b.grad, name)
-    return [(list(layers.layers.values()).index(layer), is_backward) for layer, is_backward in layers.recorded]
+class Either(nn.ModuleDict):
+    """One of two layers, as the call says."""
+
+    def forward(self, x, name):
+        return self[name](x)
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_rank_without_batches_replays_what_was_recorded(ranks, fresh_seed, nproc):
-    recorded = ranks.run(replayed, nproc, fresh_seed, True)
-    assert recorded[0] == [(0, False), (1, False), (2, False), (1, False), (1, True), (2, True), (1, True), (0, True)]
-    assert all(each == recorded[0] for each in recorded)
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_rank_that_never_had_a_batch_takes_the_layers_in_order_and_back(ranks, fresh_seed, nproc):
-    ranks.run(replayed, nproc, fresh_seed, False)
-
-
-@pytest.mark.parametrize("backward", [True, False])
 @on_ranks(2)
-def test_a_changed_sequence_is_an_error_with_names(world, backward):
-    """Rank 0 uses another layer than the one that is replayed."""
-    net = nn.ModuleDict({name: evenstep.SyncBatchNorm(3) for name in ("left", "right")})
-    engine = Windows()
-    layers = SyncLayers(net, world, engine)
+def test_a_layer_that_other_ranks_do_not_run_is_an_error_with_names(world):
+    model = Either({name: evenstep.SyncBatchNorm(3) for name in ("left", "right")})
+    model = evenstep.DistributedDataParallel(model)
     x = torch.randn(4, 3, requires_grad=True)
-    if backward:
-        outs = [net["left"](x).sin().sum(), net["right"](x).sin().sum()]
-        pattern = "rank 0 is in backward of SyncBatchNorm 'left'; rank 1 is in backward of SyncBatchNorm 'right'"
-        with pytest.raises(MismatchError, match=pattern):
-            outs[world.rank].backward()
-        return
-    net["left"](x).sum().backward()
     pattern = "rank 0 is in forward of SyncBatchNorm 'right'; rank 1 is in forward of SyncBatchNorm 'left'"
     with pytest.raises(MismatchError, match=pattern):
-        layers.shadow() if world.rank else net["right"](x)
-
-
-@on_ranks(2)
-def test_a_forward_that_meets_a_backward_is_named_too(world):
-    net = nn.ModuleDict({"only": evenstep.SyncBatchNorm(3)})
-    engine = Windows()
-    layers = SyncLayers(net, world, engine)
-    out = net["only"](torch.randn(4, 3, requires_grad=True)).sin().sum()
-    with pytest.raises(MismatchError, match=r"(for|back)ward of SyncBatchNorm 'only': "):
-        out.backward() if world.rank else layers.shadow()
+        model(x, "left" if world.rank else "right")
+    outs = [model(x, name).sin().sum() for name in ("left", "right", "left")]
+    pattern = "rank 0 is in backward of SyncBatchNorm 'left'; rank 1 is in backward of SyncBatchNorm 'right'"
+    with pytest.raises(MismatchError, match=pattern):
+        outs[world.rank].backward()
+    layer = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm(3))
+    out = layer(x).sin().sum()
+    with pytest.raises(MismatchError, match=r"(for|back)ward of a SyncBatchNorm of 3 channels: "):
+        out.backward() if world.rank else layer(x)
     world.close()  # the channel is of no use after that
 
 
-def joined(seed, num_parts):
-    """Rank r has 2 + r batches; whoever has no more takes part with count 0, and the others don't notice."""
+def joined(seed, num_parts, least):
+    """Rank r has `least` + r batches; whoever has no more takes part with count 0, and the others don't notice.
+
+    Who never had one takes part in the layers in their order, and back.
+    """
     world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, seed), bucket_cap_mb=1e-4, world=world)
-    plain = Net(nn.BatchNorm1d, seed)
+    kind = Net if least else Straight
+    model = evenstep.DistributedDataParallel(kind(evenstep.SyncBatchNorm, seed), bucket_cap_mb=1e-4, world=world)
+    plain = kind(nn.BatchNorm1d, seed)
     generator = torch.Generator().manual_seed(seed)
-    batches = torch.randn(world.world_size + 1, world.world_size, 4, 5, generator=generator).double()
+    batches = torch.randn(world.world_size + least, world.world_size, 4, 5, generator=generator).double()
     with model.join():
-        for step in range(2 + world.rank):
-            active = list(range(max(0, step - 1), world.world_size))
-            for part in model.microbatches(batches[step, world.rank], num_parts):
+        for step in range(least + world.rank):
+            active = list(range(max(0, step - least + 1), world.world_size))
+            mine = batches[step, world.rank]
+            for part in model.microbatches(mine, num_parts) if least else [mine]:
                 model.backward(model(part).square().mean(), weight=len(part))
             length = 4 // num_parts
             for begin in range(0, 4, length):
@@ -382,24 +310,25 @@ def joined(seed, num_parts):
     return [buffer.tolist() for buffer in model.buffers()]
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_ranks_that_leave_a_joined_loop_early(ranks, fresh_seed, nproc, num_parts):
-    buffers = ranks.run(joined, nproc, fresh_seed, num_parts)
+@pytest.mark.parametrize(("num_parts", "least"), [(1, 2), (2, 2), (1, 0)])
+@SIZES
+def test_ranks_that_leave_a_joined_loop_early(ranks, fresh_seed, nproc, num_parts, least):
+    buffers = ranks.run(joined, nproc, fresh_seed, num_parts, least)
     assert all(each == buffers[0] for each in buffers)
 
 
-def wrapped_part_without_samples(seed: int, is_weighted: bool) -> None:
+@pytest.mark.parametrize("is_weighted", [True, False])
+@on_ranks(1, 3)
+def test_rows_of_a_dummy_batch_count_nothing_in_a_wrapped_part(world, fresh_seed, is_weighted):
     """A part with the layer is wrapped, too, and the last rank's share is empty in some steps."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     part = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
     alone = nn.Sequential(copy.deepcopy(part), nn.Linear(4, 2).double())
     part = evenstep.SyncBatchNorm.convert_sync_batchnorm(part)
     module = nn.Sequential(evenstep.DistributedDataParallel(part), copy.deepcopy(alone[1]))
     model = evenstep.DistributedDataParallel(module)
     for step in range(3):
-        torch.manual_seed(seed + step)
+        torch.manual_seed(fresh_seed + step)
         has_none = step > 0 and world.world_size > 1
         rows = [0 if has_none and rank == world.world_size - 1 else 5 for rank in range(world.world_size)]
         shares = torch.randn(sum(rows), 6, dtype=torch.float64).split(rows)
@@ -416,9 +345,3 @@ def wrapped_part_without_samples(seed: int, is_weighted: bool) -> None:
             torch.testing.assert_close(ours, wanted)
         model.zero_grad()
         alone.zero_grad()
-
-
-@pytest.mark.parametrize("is_weighted", [True, False])
-@pytest.mark.parametrize("nproc", [1, 3])
-def test_rows_of_a_dummy_batch_count_nothing_in_a_wrapped_part(ranks, fresh_seed, nproc, is_weighted):
-    ranks.run(wrapped_part_without_samples, nproc, fresh_seed, is_weighted)

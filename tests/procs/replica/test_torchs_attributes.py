@@ -58,7 +58,9 @@ def test_every_attribute_of_torchs_can_be_read_or_is_listed(world):
         assert hasattr(ours, "device_mesh") is ("device_mesh" in options)
 
 
-def entries():
+@pytest.mark.extended
+@on_ranks(2)
+def test_the_entries_of_the_logging_data_that_programs_read_are_there(world):
     models = both(static_graph=True)
     for model in models:
         with model.join():
@@ -72,11 +74,8 @@ def entries():
 
 
 @pytest.mark.extended
-def test_the_entries_of_the_logging_data_that_programs_read_are_there(ranks):
-    ranks.run(entries, 2)
-
-
-def steered():
+@on_ranks(2)
+def test_what_steers_torchs_reducer_prepares_a_pass(world):
     _, ours = both()
     assert ours.engine.state is State.IDLE
     ours.reducer.prepare_for_forward()
@@ -94,8 +93,3 @@ def steered():
     with pytest.raises(UsageError, match="broadcast_buffers=False"):
         ours._register_buffer_comm_hook(None, None)
     ours._check_reducer_finalized()
-
-
-@pytest.mark.extended
-def test_what_steers_torchs_reducer_prepares_a_pass(ranks):
-    ranks.run(steered, 2)

@@ -36,55 +36,14 @@ def only_delayed(wrap):
     wrap(made, delay_all_reduce_named_params=[("0.weight", made[0].weight)])
 
 
-def only_hooked(wrap):
-    made = module()
-    wrap(made, param_to_hook_all_reduce=made[0].weight)
-
-
-def group_and_mesh(wrap):
-    wrap(module(), process_group=dist.group.WORLD, device_mesh=mesh())
-
-
-def two_dimensions(wrap):
-    wrap(module(), process_group=None, device_mesh=mesh((dist.get_world_size(), 1)))
-
-
-def nothing_trained(wrap):
-    wrap(module().requires_grad_(False))
-
-
-def no_parameters(wrap):
-    wrap(nn.Module())
-
-
-def two_devices(wrap):
-    wrap(module(), device_ids=[0, 1])
-
-
-def device_of_a_module_on_the_cpu(wrap):
-    wrap(module(), device_ids=[0])
-
-
-def output_device_of_a_module_on_the_cpu(wrap):
-    wrap(module(), output_device=1)
-
-
 def two_kinds_of_device(wrap):
     made = module()
     made.more = nn.Linear(2, 2, device="meta")
     wrap(made)
 
 
-def uninitialised(wrap):
-    wrap(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
-
-
 def other_shapes(wrap):
     wrap(nn.Linear(4, 3 + dist.get_rank()))
-
-
-def more_parameters(wrap):
-    wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + dist.get_rank()))))
 
 
 def device_ids_without_a_length(wrap):
@@ -93,10 +52,6 @@ def device_ids_without_a_length(wrap):
 
 def size_in_words(wrap):
     wrap(module(), bucket_cap_mb="many")
-
-
-def sizes_in_words(wrap):
-    wrap(module(), bucket_cap_mb_list=["many"])
 
 
 def sync_batchnorm_on_the_cpu(wrap):
@@ -151,12 +106,6 @@ def run(*hooks):
     return case
 
 
-def builtin_twice(wrap):
-    model = wrap(module())
-    for _ in range(2):
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-
-
 def builtin_by_name(wrap):
     wrap(module())._register_builtin_comm_hook("ALLREDUCE")
 
@@ -174,27 +123,9 @@ def sample_rate(wrap):
 # ---------------------------------------------------------------------- forward, backward, join, pickling
 
 
-def wrong_input(wrap):
-    wrap(module())(torch.ones(2, 5))
-
-
-def no_input(wrap):
-    wrap(module())()
-
-
 def backward_twice(wrap):
     loss = wrap(module())(torch.ones(2, 4)).square().sum()
     loss.backward()
-    loss.backward()
-
-
-def backward_of_several_numbers(wrap):
-    wrap(module())(torch.ones(2, 4)).backward()
-
-
-def backward_of_nothing(wrap):
-    with torch.no_grad():
-        loss = wrap(module())(torch.ones(2, 4)).sum()
     loss.backward()
 
 
@@ -209,11 +140,6 @@ def early_termination(wrap):
     with model.join(throw_on_early_termination=True):
         for _ in range(1 + dist.get_rank()):
             model(torch.ones(2, 4)).sum().backward()
-
-
-def join_of_nothing(wrap):
-    with Join([]):
-        pass
 
 
 def join_of_no_joinable(wrap):
@@ -254,34 +180,17 @@ CASES = {
     each.__name__: each
     for each in (
         only_delayed,
-        only_hooked,
-        group_and_mesh,
-        two_dimensions,
-        nothing_trained,
-        no_parameters,
-        two_devices,
-        device_of_a_module_on_the_cpu,
-        output_device_of_a_module_on_the_cpu,
         two_kinds_of_device,
-        uninitialised,
         other_shapes,
-        more_parameters,
         device_ids_without_a_length,
         size_in_words,
-        sizes_in_words,
         sync_batchnorm_on_the_cpu,
-        builtin_twice,
         builtin_by_name,
         builtin_after_a_hook,
         sample_rate,
-        wrong_input,
-        no_input,
         backward_twice,
-        backward_of_several_numbers,
-        backward_of_nothing,
         static_graph_too_late,
         early_termination,
-        join_of_nothing,
         join_of_no_joinable,
         joined_twice,
         join_over_two_groups,
@@ -387,8 +296,13 @@ def raised(case, wrap):
     return None
 
 
-def mistakes(names):
-    """By case: what torch's class raised and what ours did, as names of classes from the most special on; the text."""
+def mistakes(names, of_collectives):
+    """By case: what torch's raised and what ours did, as names of classes from the most special on; the text.
+
+    Args:
+        names: The cases.
+        of_collectives: They are of groups with the backends "gloo" and "evenstep", and not of the classes.
+    """
     world = evenstep.init(quiet=True)
     found = {}
     for name in names:
@@ -399,24 +313,13 @@ def mistakes(names):
             options.setdefault("process_group", None if "device_mesh" in options else gloo)
             return TorchDistributedDataParallel(made, **options)
 
+        if of_collectives:
+            case, both = COLLECTIVES[name], (gloo, dist.new_group(backend="evenstep", timeout=timedelta(seconds=4)))
+        else:
+            case, both = CASES[name], (torchs, evenstep.DistributedDataParallel)
         outcomes = []
-        for wrap in (torchs, evenstep.DistributedDataParallel):
-            error = raised(CASES[name], wrap)
-            world.control.barrier().wait()
-            outcomes.append((kinds_of(error), str(error).splitlines()[0] if error is not None else ""))
-        found[name] = outcomes
-    return found
-
-
-def mistakes_of_collectives(names):
-    """As `mistakes`, of groups with the backends "gloo" and "evenstep"."""
-    world = evenstep.init(quiet=True)
-    found = {}
-    for name in names:
-        outcomes = []
-        for backend in ("gloo", "evenstep"):
-            group = dist.new_group(backend=backend, timeout=timedelta(seconds=4))
-            error = raised(COLLECTIVES[name], group)
+        for each in both:
+            error = raised(case, each)
             world.control.barrier().wait()
             outcomes.append((kinds_of(error), str(error).splitlines()[0] if error is not None else ""))
         found[name] = outcomes
@@ -443,13 +346,13 @@ def judged(found):
 
 @pytest.mark.extended
 def test_what_catches_torchs_exceptions_catches_ours(ranks):
-    for found in ranks.run(mistakes, 2, list(CASES), timeout_s=120):
+    for found in ranks.run(mistakes, 2, list(CASES), False, timeout_s=120):
         assert list(judged(found)) == []
 
 
 @pytest.mark.extended
 def test_what_catches_gloos_exceptions_catches_ours(ranks):
-    for found in ranks.run(mistakes_of_collectives, 2, list(COLLECTIVES), timeout_s=150):
+    for found in ranks.run(mistakes, 2, list(COLLECTIVES), True, timeout_s=150):
         assert list(judged(found)) == []
 
 

@@ -6,6 +6,7 @@ Here they are tensors on a CPU, and nobody reads them either.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from evenstep.replica.wrapper import distributed
 from evenstep.testing import RankPool
 from tests import reproducible_runs as runs
 from tests.procs.replica.test_engine import random_windows
+from tests.ranks import on_ranks
 
 
 @contextlib.contextmanager
@@ -56,61 +58,33 @@ def test_reproducible_bits(ranks: RankPool, fresh_seed: int, sharded: bool) -> N
     assert found == expected
 
 
-def dropped(sharded: bool) -> list[list[float]]:
-    """Gradients where rank 1 counts for nothing and its loss is not a number."""
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(1, 2)
+def test_a_part_of_weight_zero_leaves_the_other_parts_alone(
+    world: evenstep.World, fresh_seed: int, sharded: bool
+) -> None:
+    """Of each rank's four parts the second has no token, so that its mean is 0 / 0; the last rank's fourth, either."""
+    torch.manual_seed(fresh_seed)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    alone = copy.deepcopy(net)
     with as_on_a_gpu():
-        world = evenstep.init(quiet=True)
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
         model = evenstep.DistributedDataParallel(net, bucket_cap_mb=1e-5, world=world, on_nonfinite=None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if sharded:
             optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+        drawn = torch.Generator().manual_seed(fresh_seed)  # the ranks' own streams differ
         for _ in range(3):
-            x = torch.full((2, 4), torch.nan if world.rank else 1.0, dtype=torch.float64)
-            model.backward(model(x).square().mean(), weight=0 if world.rank else 2)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.flatten().tolist() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_weight_of_zero_drops_what_is_not_a_number(ranks: RankPool, sharded: bool) -> None:
-    first, second = ranks.run(dropped, 2, sharded)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        net(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert first == second
-    for got, wanted in zip(first, net.parameters(), strict=True):
-        torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), wanted.detach().flatten())
-
-
-def masked(seed: int) -> list[torch.Tensor]:
-    """Gradients of one window with four parts, of which the second has no token, so that its mean is 0 / 0."""
-    with as_on_a_gpu():
-        world = evenstep.init(quiet=True)
-        torch.manual_seed(seed)
-        model = evenstep.DistributedDataParallel(nn.Linear(4, 3).double(), on_nonfinite=None)
-        torch.manual_seed(seed + 1)
-        x, mask = torch.randn(world.world_size, 8, 4, dtype=torch.float64), torch.ones(world.world_size, 8)
-        mask[:, 2:4] = 0
-        for part, counts in model.microbatches((x[world.rank], mask[world.rank]), 4):
-            loss = (model(part).square().mean(1) * counts).sum() / counts.sum()
-            model.backward(loss, weight=counts.sum())
-        ours = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-        counted = x.reshape(-1, 4)[mask.reshape(-1) > 0]
-        model.module(counted).square().mean().backward()
-        wanted = [p.grad for p in model.parameters() if p.grad is not None]
-        for got, right in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(got, right)
-        return ours
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_part_of_weight_zero_leaves_the_other_parts_alone(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
-    ranks.run(masked, nproc, fresh_seed)
+            x = torch.randn(world.world_size, 8, 4, dtype=torch.float64, generator=drawn)
+            mask = torch.ones(world.world_size, 8)
+            mask[:, 2:4] = 0
+            mask[-1, 6:] = 0
+            for part, counts in model.microbatches((x[world.rank], mask[world.rank]), 4):
+                loss = (model(part).square().mean(1) * counts).sum() / counts.sum()
+                model.backward(loss, weight=counts.sum())
+            alone(x.reshape(-1, 4)[mask.reshape(-1) > 0]).square().mean().backward()
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+    for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -39,14 +39,6 @@ def test_numbers_and_tensors_divide_alike(dtype: torch.dtype, fresh_seed: int) -
         assert torch.equal(tensor, number)
 
 
-def test_rows_of_an_embedding_are_divided() -> None:
-    sparse = torch.sparse_coo_tensor([[0, 2]], [[2.0, 4.0], [6.0, 8.0]], (4, 2), check_invariants=True)
-    dense = torch.tensor([2.0, 3.0])
-    divide([sparse, dense], 2.0)
-    assert sparse.to_dense().tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
-    assert dense.tolist() == [1.0, 1.5]
-
-
 @pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize(
     ("kind", "weights", "scale", "expected"),

@@ -12,32 +12,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import NonFiniteError, UsageError
-from evenstep.replica.gradients.window import TRANSITIONS, Event, State
-
-
-def reachable(start: State) -> set[State]:
-    """States that some events lead to; whatever raises leads to FAILED, and a pass without a gradient goes back."""
-    seen, pending = set(), [start]
-    while pending:
-        state = pending.pop()
-        if state not in seen:
-            seen.add(state)
-            pending += [*TRANSITIONS[state].values(), State.FAILED]
-    return seen
-
-
-@pytest.mark.parametrize("start", State)
-def test_every_state_leads_to_every_other(start: State) -> None:
-    assert reachable(start) == set(State)
-
-
-def test_only_what_counts_ends_and_nothing_begins_twice() -> None:
-    assert {state for state in State if Event.START in TRANSITIONS[state]} == {State.IDLE, State.FORWARD}
-    assert {state for state in State if Event.SINGLE in TRANSITIONS[state]} == {State.IDLE, State.FORWARD}
-    assert [state for state in State if Event.COUNT in TRANSITIONS[state]] == [State.STARTED]
-    assert Event.END not in TRANSITIONS[State.STARTED]
-    assert Event.END not in TRANSITIONS[State.FAILED]
-    assert all(Event.FORWARD in TRANSITIONS[state] for state in State)
+from evenstep.replica.gradients.window import State
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError
-from evenstep.replica.normalization.arithmetic import combine, local_statistics
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 
 
@@ -85,35 +84,6 @@ def test_wrapping_replaces_torchs_layers(world):
     assert again.overseer is None
 
 
-def test_an_empty_share_counts_nothing_and_leaves_no_trace(world):
-    model = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), evenstep.SyncBatchNorm(2)), world=world)
-    before = [buffer.clone() for buffer in model.buffers()]
-    out = model(torch.ones(0, 3))
-    assert out.shape == (0, 2)
-    model.backward(out.mean(), weight=0)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-    model(torch.ones(2, 3) * torch.arange(2.0)[:, None])
-    assert model.module[1].num_batches_tracked == 1
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)])
-def test_statistics_of_parts_are_those_of_the_whole(shape):
-    generator = torch.Generator().manual_seed(len(shape))
-    whole = torch.randn(shape, dtype=torch.float64, generator=generator) + 1000
-    rows = [local_statistics(part) for part in whole.split(1)] + [torch.zeros(7, dtype=torch.float64)]
-    count, mean, var = combine(torch.stack(rows))
-    dims = [dim for dim in range(len(shape)) if dim != 1]
-    expected_var, expected_mean = torch.var_mean(whole, dims, correction=0)
-    assert count == whole.numel() / 3
-    torch.testing.assert_close(mean, expected_mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(var, expected_var, rtol=1e-10, atol=0)
-
-
-def test_statistics_of_nothing_normalise_by_one():
-    count, mean, var = combine(torch.zeros(3, 5, dtype=torch.float64))
-    assert (count.item(), mean.tolist(), var.tolist()) == (0, [0, 0], [1, 1])
-
-
 def test_a_second_derivative_is_refused(world):
     layer = evenstep.SyncBatchNorm(2)
     evenstep.DistributedDataParallel(layer, world=world)
@@ -127,39 +97,12 @@ class Windows:
     """What the layers see of an engine."""
 
     num_reductions = 0
-    num_announced = 0
-    part = 1.0
 
     def contribution(self):
-        return self.part
+        return 1.0
 
     def announce(self):
-        self.num_announced += 1
-
-
-def test_what_is_recorded_is_the_last_window(world):
-    net, engine = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2)), Windows()
-    layers = SyncLayers(net, world, engine)
-    assert layers
-    assert not SyncLayers(nn.Linear(1, 1), world, engine)
-    x = torch.zeros(0, 2, requires_grad=True)
-    forward, backward = [(net[0], False), (net[1], False)], [(net[1], True), (net[0], True)]
-    for _ in range(2):
-        out = net(x)
-        assert layers.recorded == forward
-        out.sum().backward()
-        assert layers.recorded == forward + backward
-        engine.num_reductions += 1
-    net(x).sum().backward()
-    layers.pad([x, x], x)
-    net(x).sum().backward()
-    expected = [*forward, *backward, (None, False), *forward, *backward]
-    assert layers.recorded == expected
-    assert engine.num_announced == 17
-    layers.shadow()
-    assert layers.recorded == expected
-    assert engine.num_announced == 17  # by the ranks that have batches
-    assert "9 exchanges recorded" in repr(layers)
+        pass
 
 
 class Operations(TorchDispatchMode):

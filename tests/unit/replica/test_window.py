@@ -19,15 +19,6 @@ from evenstep.replica.gradients.window import Kind, Window, as_multiplied, valid
 CPU = torch.device("cpu")
 
 
-def test_a_window_adds_weights_and_refuses_a_mixture():
-    window = Window()
-    window.add(Kind.WEIGHTED, 3.0)
-    window.add(Kind.WEIGHTED, torch.tensor(2.0))
-    assert float(window.weight) == 5.0
-    with pytest.raises(UsageError, match=r"loss.backward\(\) after model.backward"):
-        window.add(Kind.PLAIN, 0.0)
-
-
 @pytest.mark.parametrize("weight", [0, 3, 2.5, torch.tensor(4), torch.tensor([1.5]), torch.tensor(True)])
 def test_numbers_and_small_tensors_are_weights(weight):
     checked = validate_weight(weight, rank=0)
@@ -48,10 +39,6 @@ def test_the_scale_is_a_power_of_two_near_the_total(total):
     scale = nearest_power_of_two(total)
     assert math.frexp(scale)[0] == 0.5
     assert 0.7 < total / scale < 1.42
-
-
-def test_no_weight_has_scale_one():
-    assert nearest_power_of_two(0.0) == 1.0
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
@@ -76,21 +63,6 @@ def header_of(*ranks, scale=1.0):
     total = Header(len(ranks[0][2]), CPU)
     total.tensor.copy_(sum(header.tensor for header in headers))
     return total
-
-
-def test_the_header_carries_weights_kinds_and_used_flags():
-    header = header_of((Kind.WEIGHTED, 3.0, [True, False, False]), (None, 0.0, [False, False, True]))
-    header.kinds()
-    assert header.used_anywhere() == [True, False, True]
-    assert header.divisor(2.0) == 3.0
-    assert header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), scale=2.0).divisor(2.0) == 4.0
-    assert header_of((Kind.PLAIN, 0.0, [True]), (None, 0.0, [False])).divisor(2.0) == 2.0
-
-
-def test_ranks_that_mean_different_things_are_told():
-    header = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
-    with pytest.raises(UsageError, match=r"1 ranks called loss.backward\(\) and 1 called model.backward"):
-        header.kinds()
 
 
 def late_header(num_parameters: int, *observers: Observer) -> Header:
@@ -175,8 +147,3 @@ def test_observers_judge_what_they_have_sent(is_late, is_read_at_once):
     at_once = [0, 1, 2, 2, 3, 4, 4, 5]
     assert seen == (at_once if is_read_at_once or not is_late else [0, *at_once[:-1]])
     assert header.used_anywhere() == [True, False]
-
-
-def test_without_any_weight_gradients_become_zero():
-    header = header_of((Kind.WEIGHTED, 0.0, [True]))
-    assert 5.0 / header.divisor(1.0) == 0.0

@@ -878,6 +878,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         An optimizer in the same `Join` steps with it.
         """
         self._drop_gradients()
+        # Before statistics: an active rank agrees on the scale of weights between its forward and its backward pass,
+        # and would wait there for this rank, which would wait for the gradients of that rank's statistics.
+        self.engine.exchange.scale.start_agreement()
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
 

@@ -70,6 +70,9 @@ class Scale:
             self.of_window = weight if isinstance(weight, float) and weight > 0 else 1.0
         return self.of_window
 
+    def start_agreement(self, weight: float | Tensor | None = None, *, is_under_way: bool = False) -> None:
+        """See `AgreedScale`. Nothing to do for one rank."""
+
     def adopt(self, scale: float, *, opens_window: bool) -> None:
         """Use the scale of another model that shares a loss with this one.
 

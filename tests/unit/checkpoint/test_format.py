@@ -20,7 +20,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.payload import Entry, bytes_of, parse_header, plan_layout
@@ -154,19 +153,8 @@ def test_types_that_schedulers_and_optimizers_keep_come_back():
     assert math.isnan(there_and_back({"x": math.nan})["x"])
 
 
-def test_a_module_keeps_the_versions_of_its_parts():
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    back = there_and_back(module.state_dict())
-    assert back._metadata == dict(module.state_dict()._metadata)
-    module.load_state_dict(back)
-
-
 class Word(str, enum.Enum):
     YES = "yes"
-
-
-class Names(list):
-    pass
 
 
 class Point(typing.NamedTuple):
@@ -179,9 +167,14 @@ class Odd:
         return "odd"
 
 
+ENDLESS: dict[str, object] = {}
+ENDLESS["self"] = ENDLESS
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
+        (ENDLESS, "contains itself"),
         (
             {"a": [1, {"b": Odd()}]},
             r"thing\['a'\]\[1\]\['b'\] is a .*Odd, which can't be saved, because checkpoints contain no pickle",
@@ -191,10 +184,8 @@ class Odd:
         ({Odd(): 1}, "has the key odd of type Odd"),
         ({"t": torch.eye(2).to_sparse()}, r"thing\['t'\] is a torch.sparse_coo tensor"),
         ({"n": numpy.arange(3, dtype=">i4")}, r"thing\['n'\] is a numpy array of dtype >i4"),
-        ({"s": Word.YES}, r"thing\['s'\] is a .*Word, which can't be saved"),
         ({"s": numpy.str_("a")}, r"thing\['s'\] is a numpy.str_"),
         ({"p": Point(1, 2)}, r"thing\['p'\] is a .*Point"),
-        ({"l": Names(["x"])}, r"thing\['l'\] is a .*Names"),
         ({"d": collections.defaultdict(list)}, r"thing\['d'\] is a collections.defaultdict"),
         ({"m": numpy.ma.array([1], mask=[1])}, r"thing\['m'\] is a numpy.ma.*MaskedArray"),
         ({Word.YES: 1}, r"Word.YES.* is a .*Word, which can't be saved"),
@@ -212,13 +203,6 @@ def test_what_earlier_versions_have_saved_is_read():
     """Sizes as tuples, numbers of numpy's as arrays, ordered dictionaries as plain ones."""
     structure = {"size": {"~tuple": [1, 2]}, "n": {"~array": "n"}, "d": {"~dict": [[1, {"a": 2}]]}}
     assert unflatten(structure, {"n": torch.tensor(2)}) == {"size": (1, 2), "n": 2, "d": {1: {"a": 2}}}
-
-
-def test_a_state_that_holds_itself_is_refused():
-    state = {}
-    state["self"] = state
-    with pytest.raises(ConfigurationError, match="contains itself"):
-        flatten(state, "thing")
 
 
 def test_a_conjugate_is_no_twin():

@@ -86,20 +86,6 @@ def test_a_lost_process_costs_the_steps_since_the_local_copy(tmp_path: Path, und
     assert not list((tmp_path / "local").glob("*/*")), "a run that has ended leaves no copies"
 
 
-def test_the_checkpoint_is_taken_where_it_is_newer_or_all_there_is(tmp_path: Path, undisturbed):
-    is_killed(training(tmp_path, every_steps=5, local_every_steps=4).run_to(5))
-    run = training(tmp_path, seed=2)
-    assert run.checkpoint.resume() == 5
-    run.step()
-    is_killed(run)
-    assert generations(tmp_path) == [6], "what was not gone on from is removed"
-    shutil.rmtree(tmp_path / "local")
-    run = training(tmp_path, seed=2)
-    assert run.checkpoint.resume() == 5
-    assert_same(run.everything(), undisturbed[5])
-    run.checkpoint.close()
-
-
 def test_an_upload_that_is_slower_than_four_generations_holds_none_of_them_up(tmp_path: Path):
     goes_on = threading.Event()
 
@@ -120,21 +106,13 @@ def test_an_upload_that_is_slower_than_four_generations_holds_none_of_them_up(tm
     run.checkpoint.close()
 
 
-def test_a_copied_directory_is_another_run(tmp_path: Path):
-    is_killed(training(tmp_path).run_to(5))
-    (tmp_path / "other").mkdir()
-    shutil.copytree(tmp_path / "saved", tmp_path / "other/saved")
-    run = training(tmp_path / "other", tmp_path / "local")
-    assert run.checkpoint.resume() == 0
-    run.checkpoint.close()
-    assert generations(tmp_path) == [2, 4]
-
-
-def test_what_a_later_attempt_did_not_go_on_from_is_void(tmp_path: Path):
-    """The disk was away while the run was resumed from an older step: its branch was abandoned."""
+@pytest.mark.parametrize("has_local", [True, False])
+def test_what_a_later_attempt_did_not_go_on_from_is_void(tmp_path: Path, has_local: bool):
+    """The disk was away while the run was resumed from an older step, or that attempt kept no local copies."""
     is_killed(training(tmp_path, every_steps=4).run_to(7))
     (tmp_path / "local").rename(tmp_path / "away")
-    run = training(tmp_path, every_steps=4)
+    without = Training(tmp_path / "saved", World.alone(device="cpu"), every_minutes=None)
+    run = training(tmp_path, every_steps=4) if has_local else without
     assert run.checkpoint.resume() == 4
     run.step()
     is_killed(run)
@@ -162,17 +140,6 @@ def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_pa
     run.checkpoint.close()
 
 
-def test_attempts_without_local_copies_void_them_too(tmp_path: Path):
-    is_killed(training(tmp_path, every_steps=4).run_to(7))
-    run = Training(tmp_path / "saved", World.alone(device="cpu"), every_minutes=None)
-    assert run.checkpoint.resume() == 4
-    run.step()
-    is_killed(run)
-    run = training(tmp_path, every_steps=4)
-    assert run.checkpoint.resume() == 4
-    run.checkpoint.close()
-
-
 def test_a_run_that_does_not_resume_wants_a_decision(tmp_path: Path):
     is_killed(training(tmp_path).run_to(5))
     run = training(tmp_path)
@@ -182,7 +149,6 @@ def test_a_run_that_does_not_resume_wants_a_decision(tmp_path: Path):
     assert generations(tmp_path) == [2]
     run.checkpoint.discard()
     assert generations(tmp_path) == []
-    run.run_to(3)
     run.checkpoint.close()
 
 
@@ -290,31 +256,19 @@ def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch, options, mess
         Checkpointer(tmp_path, world=World.alone(), model=nn.Linear(1, 1), **options)
 
 
-@pytest.mark.parametrize(
-    "what", ["a file", "below a file", "a link", "a file of the user's name", "open to all", "strange"]
-)
-def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, monkeypatch, what: str):
+@pytest.mark.parametrize("what", ["a file", "a link", "open to all"])
+def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, what: str):
     local = tmp_path / "local"
     user = local / str(os.geteuid())
-    if what in ("a file", "below a file"):
+    if what == "a file":
         local.write_text("x")
     else:
-        local.mkdir()
-    if what == "below a file":
-        local = local / "y"
-    if what == "a link":
-        (tmp_path / "target").mkdir()
-        user.symlink_to(tmp_path / "target")
-    elif what == "a file of the user's name":
-        user.write_text("x")
-    elif what == "open to all":
+        (local / "target").mkdir(parents=True)
+        user.symlink_to(local / "target")
+    if what == "open to all":
+        user.unlink()
         user.mkdir()
         user.chmod(0o777)
-    elif what == "strange":
-        user.mkdir(mode=0o700)
-        mine = os.geteuid()
-        monkeypatch.setattr(tiers.os, "geteuid", lambda: mine + 1)
-        user.rename(local / str(mine + 1))
     with pytest.raises(
         ConfigurationError, match=r"local='.*(isn't a directory|can't be used|must be a directory of user)"
     ):

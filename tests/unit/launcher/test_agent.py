@@ -67,13 +67,6 @@ def attempt(end: End, *, saved_step: int | None = None, was_stopping: bool = Fal
     return SimpleNamespace(watch=lambda: end, failure=failure, saved=saved, has_saved=end is End.SAVED)
 
 
-@pytest.mark.parametrize("end", [End.WELL, End.SAVED])
-def test_an_attempt_that_ends_well_ends_the_run(end: End) -> None:
-    agent = Agent([attempt(end)], max_restarts=3)
-    agent.run_attempts()
-    assert (agent.begun, agent.has_saved, agent.left_logs) == ([FIRST], end is End.SAVED, False)
-
-
 def test_failures_are_counted_and_new_nodes_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     failed = attempt(End.FAILED)
     agent = Agent([failed, attempt(End.NODE_COMES, saved_step=7), failed, failed], max_restarts=2)
@@ -86,10 +79,3 @@ def test_failures_are_counted_and_new_nodes_are_not(capsys: pytest.CaptureFixtur
     assert said.count("rank 0 (pid 5) exited with status 3") == 3
     assert said.count("restarting all ranks") == 2
     assert said.count("the newest saved step is 7") == 2
-
-
-def test_a_run_that_was_asked_to_stop_is_not_restarted(capsys: pytest.CaptureFixture[str]) -> None:
-    agent = Agent([attempt(End.FAILED, was_stopping=True)], max_restarts=2)
-    with pytest.raises(RunFailed):
-        agent.run_attempts()
-    assert capsys.readouterr().err.endswith("evenstep: the run had been asked to stop, so there is no other attempt\n")

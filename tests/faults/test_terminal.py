@@ -157,17 +157,6 @@ def test_streams_that_are_full_or_closed_end_no_run(tmp_path: Path, streams: str
     assert (tmp_path / "told-1").exists()
 
 
-@pytest.mark.extended
-def test_a_full_standard_output_is_the_error_of_the_rank_that_prints(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SAYS))
-    command = [*RUN, "script.py"]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "failed: OSError: [Errno 28] No space left on device" in done.stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
 def test_stdin_arguments_and_names_with_spaces_reach_the_script(tmp_path: Path, flags: list[str]) -> None:
     """As torchrun passes them: the first `--` separates, and isn't passed on; the others are."""

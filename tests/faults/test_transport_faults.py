@@ -32,7 +32,6 @@ from evenstep.testing import RankPool
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
-from tests.limits import no_descriptors
 
 CPU = torch.device("cpu")
 
@@ -80,39 +79,6 @@ def test_a_peer_killed_in_the_middle_is_named_at_once(tmp_path: Path, victim: in
         assert f"rank {victim} (pid" in text
         assert "whose process has ended" in text
         assert float(learned) - killed < 0.5
-
-
-def mismatches() -> list[str]:
-    texts = []
-    for case in range(4):
-        transport = connect()
-        odd = transport.rank == 1
-        calls: list[Any] = [
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros(7 if o else 6)),
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros((2, 3) if o else (3, 2))),
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros(6, dtype=torch.int32 if o else torch.float32)),
-            lambda t=transport, o=odd: t.broadcast(torch.zeros(6), 0) if o else t.all_reduce(torch.zeros(6), "max"),
-        ]
-        started = time.monotonic()
-        with pytest.raises(MismatchError) as caught:
-            calls[case]().wait()
-        assert time.monotonic() - started < 2
-        with pytest.raises(MismatchError):  # and nothing is possible afterwards
-            transport.all_reduce(torch.zeros(1))
-        texts.append(str(caught.value))
-        transport.close()
-    return texts
-
-
-def test_a_mismatch_is_the_same_error_on_all_ranks(ranks: RankPool) -> None:
-    told = ranks.run(mismatches, 3)
-    assert told[0] == told[1] == told[2]
-    numel, shape, dtype, collective = told[0]
-    assert "ranks 0, 2: all_reduce(sum) of float32 [6]; rank 1: all_reduce(sum) of float32 [7]" in numel
-    assert "[3, 2]" in shape
-    assert "[2, 3]" in shape
-    assert "int32 [6]" in dtype
-    assert "ranks 0, 2: all_reduce(max) of float32 [6]; rank 1: broadcast from rank 0 of float32 [6]" in collective
 
 
 def refused_on_one_rank() -> list[tuple[str, str]]:
@@ -174,25 +140,6 @@ def sums_between_refusals(transport: Transport, num_refused: int) -> list[float]
 
 def test_what_all_ranks_refuse_is_no_call(ranks: RankPool) -> None:
     assert ranks.run(refused_on_all_ranks, 3) == [[3.0] * 10] * 3
-
-
-def come_late() -> str:
-    transport = connect(timeout_s=0.4)
-    world = evenstep.init(quiet=True)
-    text = ""
-    if transport.rank == 0:
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            transport.all_reduce(torch.zeros(3)).wait()
-        text = str(caught.value)
-    world.barrier()
-    transport.close()
-    return text
-
-
-def test_who_stays_away_is_named_at_the_deadline(ranks: RankPool) -> None:
-    text = ranks.run(come_late, 2)[0]
-    assert text.startswith("rank 0 waited 0.4 s in shared memory collective number 1, all_reduce(sum) of float32 [3]")
-    assert "Missing: rank 1 (pid " in text
 
 
 def leave_early() -> str:
@@ -298,21 +245,6 @@ def test_who_is_late_is_named_once_while_the_others_wait(ranks: RankPool) -> Non
     assert told.count("\n") == 1
     waits = r"evenstep: rank 0 has waited 0\.\d s in .*all_reduce.*"
     assert re.match(waits + r": rank 1 \(pid \d+, between steps( of step \d+)?\) is not there\.", told)
-
-
-def wait_without_descriptors() -> list[float]:
-    transport = connect()
-    if transport.rank == 1:
-        time.sleep(0.3)  # long enough for rank 0 to check on it
-    tensor = torch.ones(3)
-    with no_descriptors() if transport.rank == 0 else contextlib.nullcontext():
-        transport.all_reduce(tensor).wait()
-    transport.close()
-    return tensor.tolist()
-
-
-def test_who_has_no_descriptors_left_takes_nobody_for_dead(ranks: RankPool) -> None:
-    assert ranks.run(wait_without_descriptors, 2) == [[2.0] * 3] * 2
 
 
 def held() -> tuple[set[str], int, int]:

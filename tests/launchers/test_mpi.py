@@ -131,36 +131,6 @@ def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
     assert "another process listens there, and does not answer as rank 0 would" in done.stderr
 
 
-def test_evenstep_run_in_every_task_is_refused(tmp_path: Path) -> None:
-    """Two tasks would each start a world of its own."""
-    (tmp_path / "script.py").write_text("print('ran')")
-    done = subprocess.run(
-        [*mpiexec("openmpi"), "-n", "2", PYTHON, "-m", "evenstep", "run", "--nproc-per-node", "1", "script.py"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 78, done.stdout + done.stderr
-    assert "each would start a world of its own with `evenstep run`" in done.stderr
-    assert "ran" not in done.stdout
-
-
-def test_a_rank_that_fails_ends_the_job_with_its_message(tmp_path: Path) -> None:
-    script = """
-        import evenstep, torch
-
-        with evenstep.init(quiet=True, device="cpu") as world:
-            if world.rank == 1:
-                raise ValueError("bad sample")
-            world.barrier()
-    """
-    done = call(tmp_path, [*mpiexec("openmpi"), "-n", "2"], script)
-    assert done.returncode != 0
-    assert "ValueError: bad sample" in done.stderr
-
-
 SERVED = """
     import evenstep, torch
 

@@ -19,7 +19,6 @@ from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.dcp import read
 from evenstep.checkpoint.exchange import export, import_file
-from evenstep.cli.checkpoint import main
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import is_same
 
@@ -205,25 +204,3 @@ def test_what_an_export_refuses(run, tmp_path: Path):
     with pytest.raises(CheckpointError, match="No such file or directory"):
         export(path, str(tmp_path / "none" / "m.safetensors"), None, None)
     assert not (tmp_path / "o.safetensors").exists()
-
-
-def test_the_command_line_prints_json(run, tmp_path: Path, capsys):
-    path, _, _ = run
-    assert main(["list", "--json", path]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert (listed["step"], listed["state"], listed["ranks"], listed["folder"]) == (
-        1,
-        "good",
-        1,
-        "step-0000001-00001-1",
-    )
-    assert main(["verify", "--json", path]) == 0
-    assert json.loads(capsys.readouterr().out) == {"step-0000001-00001-1": []}
-    file = Path(path) / "step-0000001-00001-1" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert main(["verify", "--json", path]) == CheckpointError.exit_code
-    assert len(json.loads(capsys.readouterr().out)["step-0000001-00001-1"]) == 1
-    (Path(path) / "step-0000001-00001-1" / "manifest.json").write_bytes(b"x")
-    assert main(["list", "--json", path]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert listed["state"] == "damaged"

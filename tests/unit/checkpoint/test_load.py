@@ -69,23 +69,6 @@ def test_a_model_may_do_more_than_copying(tmp_path: Path, build):
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_tied_and_transposed_tensors_are_loaded_as_torch_does(tmp_path: Path):
-    """Two saved tensors and one place for them: the later one wins, as `load_state_dict` has it."""
-    saved = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    save(tmp_path, model=saved)
-
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        model[2].weight = nn.Parameter(torch.randn(3, 3).t())
-        return model
-
-    model, expected = tied(), tied()
-    load(tmp_path, model)
-    expected.load_state_dict(saved.state_dict())
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
 def test_every_checksum_is_confirmed_whatever_else_the_ranks_of_a_node_read(tmp_path: Path):
     """Of a divided tensor one rank reads a part and another none; both read the other tensors of that file."""
     save(tmp_path, model=nn.ParameterDict({name: torch.randn(64) for name in ("divided", "one", "two", "three")}))

@@ -17,7 +17,6 @@ from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 SECOND = 1_000_000_000
 BACKWARD = dump([ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 30, "main")])
 BARRIER = dump([(f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"), ("train.py", 55, "main")])
-STARTING = dump([(f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"), ("train.py", 5, "main")])
 ASLEEP = dump([("data.py", 12, "fetch"), ("train.py", 20, "main")])
 COMPILING = dump([(f"{TORCH}/_inductor/codecache.py", 1, "compile"), ("train.py", 25, "main")])
 
@@ -227,18 +226,3 @@ def test_ranks_of_another_node_are_known_by_what_its_launcher_publishes() -> Non
 @pytest.mark.parametrize("text", ["", "[", "3", '[{"rank": 1}]', '[{"rank": 1, "pid": 2, "step": 3, "more": 4}]'])
 def test_what_another_node_publishes_may_be_anything(text: str) -> None:
     assert unpacked([("on node 1", text)]) == []
-
-
-def test_a_rank_that_went_on_and_waits_elsewhere_at_once_is_named_again() -> None:
-    """As after a slow start: the first wait ends between two looks, and the next one must not pass for it."""
-    ranks = Ranks(2, after_s=1.0, gpus=True)
-    ranks.hold({0: STARTING})  # and uses the processor, so it is looked at again and again
-    said = ranks.go(9)
-    assert said[-1] == "rank 0 waits in init_process_group, before the first step, at train.py:5 in main", said
-    for _ in range(10):
-        ranks.step()
-    ranks.hold({0: BACKWARD})
-    said = ranks.go(20)
-    assert said[0].startswith("rank 1 (pid 11) has come, after"), said
-    assert said[1].startswith("rank 1 (pid 11) is between steps of step 10; rank 0 waits"), said
-    assert said[-1] == "rank 0 waits in backward of step 10, at train.py:30 in main", said

@@ -68,28 +68,6 @@ def test_steps_that_are_made_again_stand_behind_the_first_ones(
     assert list(counts.values()) == [0.0, 1.0, 2.0, 3.0, 4.0, 55.0, 56.0, 57.0, 58.0, 59.0]
 
 
-def test_two_loggers_of_a_run_may_have_one_directory(world: World, tmp_path: Path) -> None:
-    train, test = (Logger(directory, world=world) for directory in (tmp_path, f"{tmp_path}/."))
-    for step in range(4):
-        train.log({"loss": float(step)}, step=step)
-        if step % 2:
-            test.log({"accuracy": float(step)}, step=step)
-    train.close()
-    test.log({"accuracy": 9.0}, step=9)
-    test.close()
-    expected: list[dict[str, Any]] = [
-        *({"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0}, {"step": 1, "accuracy": 1.0}, {"step": 2, "loss": 2.0}),
-        *({"step": 3, "loss": 3.0}, {"step": 3, "accuracy": 3.0}, {"step": 9, "accuracy": 9.0}),
-    ]
-    assert json_lines(tmp_path) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_logger_that_writes_nothing_leaves_nothing(world: World, tmp_path: Path) -> None:
-    Logger(tmp_path, world=world).close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_cut_anywhere_is_gone_on_with(world: World, tmp_path: Path, fresh_seed: int) -> None:
     """Whatever a power cut leaves of the end, every whole line stays, and what comes next is a line of its own."""
     draw = random.Random(fresh_seed)
@@ -134,6 +112,10 @@ def test_a_full_disk_does_not_end_the_training(world: World, tmp_path: Path, mon
         log.log({"loss": 3.0}, step=2)
     assert len(json_lines(tmp_path)) == 1
     assert tracked == [0, 1, 2]
+    with World.alone(device="cpu") as ended:
+        log = Logger(tmp_path, world=ended)
+        assert "metrics.jsonl" in repr(log)
+    assert "writes nothing here" in repr(log), "the world closes its loggers"
 
 
 def _fail(file: int, text: str) -> None:
@@ -206,14 +188,6 @@ def test_times_of_the_newest_step(world: World, tmp_path: Path) -> None:
     assert after["time/optimizer_s"] > 0
     assert world.telemetry.newest() == world.telemetry.steps()[-1]
     assert world.telemetry.newest(1) is None
-
-
-def test_the_world_closes_its_loggers(tmp_path: Path) -> None:
-    with World.alone(device="cpu") as world:
-        log = Logger(tmp_path, world=world)
-        log.log({"loss": 1.0}, step=0)
-        assert "metrics.jsonl" in repr(log)
-    assert "writes nothing here" in repr(log)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -40,20 +40,6 @@ def test_what_is_marked_is_read(page: Page) -> None:
     assert (at_the_end.saved_step, at_the_end.is_done) == (4, True)
 
 
-def test_times_of_waiting_add_up(page: Page) -> None:
-    waited_s = []
-    for _ in range(2):
-        heartbeat.mark_waiting(True)
-        time.sleep(0.02)
-        heartbeat.mark_waiting(False)
-        heartbeat.mark_waiting(False)  # of a wait that never slept
-        seen = page.read()
-        assert seen is not None
-        waited_s.append(seen.waited_ns / 1e9)
-    assert waited_s[0] >= 0.02
-    assert waited_s[1] >= waited_s[0] + 0.02
-
-
 def test_a_page_outlives_its_rank_and_says_what_the_rank_did_last() -> None:
     pages = NodePages(2)
     assert pages.pages[1].read() is None, "no rank has written yet"
@@ -74,20 +60,6 @@ os.kill(os.getpid(), 9)
     assert seen is not None
     assert (seen.rank, seen.phase, seen.step) == (5, Phase.OPTIMIZER, 5)
     assert pages.pages[0].read() is None
-
-
-def test_notes_outlive_a_beginning_and_all_else_is_new(page: Page) -> None:
-    heartbeat.mark(Phase.SAVING, step=5)
-    heartbeat.mark_commit(5)
-    heartbeat.note(Note.SAVES)
-    page.write_report(b"first, and longer")
-    page.write_report(b"second")
-    page.begin(1)
-    seen = page.read()
-    assert seen is not None
-    assert (seen.rank, seen.phase, seen.step, seen.saved_step) == (1, Phase.STARTING, 0, None)
-    assert page.words[Note.SAVES] == 1
-    assert page.report() == b"second"
 
 
 def test_a_report_that_fills_its_place_spoils_nothing(page: Page) -> None:

@@ -17,7 +17,7 @@ import torch
 import evenstep
 from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
-from evenstep.transport.shm import queue, sync
+from evenstep.transport.shm import sync
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
@@ -83,32 +83,6 @@ def test_an_exception_between_two_posts_of_a_signal_fails_the_call_on_all_ranks(
 ) -> None:
     errors = ranks.run(interrupt_at_a_post, 3, nth, skips_count)
     assert all(error is not None for error in errors), errors
-
-
-def interrupt_as_gradients_are_off() -> bool:
-    """Rank 1's handler raises as soon as a call has switched gradients off. Whether they are on afterwards."""
-    transport = connect()
-    switch = queue.set_grad_enabled
-
-    def switch_and_raise(mode: bool) -> None:
-        switch(mode)
-        if not mode:
-            raise Interrupted
-
-    try:
-        if transport.rank == 1:
-            queue.set_grad_enabled = switch_and_raise
-        with pytest.raises(Interrupted) if transport.rank == 1 else contextlib.nullcontext():
-            transport.all_reduce(torch.ones(3)).wait()  # nothing has moved, so rank 0 has its sum
-        return torch.is_grad_enabled()
-    finally:
-        queue.set_grad_enabled = switch
-        torch.set_grad_enabled(True)
-        transport.close()
-
-
-def test_an_exception_in_a_call_leaves_gradients_on(ranks: RankPool) -> None:
-    assert ranks.run(interrupt_as_gradients_are_off, 2) == [True, True]
 
 
 def interrupt_at_random_moments(seed: int, num_interrupts: int) -> int:

@@ -329,22 +329,6 @@ def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
     assert command.leaves_no_process()
 
 
-@pytest.mark.extended
-def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
-    script = STEPS.replace("100_000", "400").replace("if step == 100:", "if step == 100 or step == 399:")
-    script = script.replace("for step in", "import time\n        for step in").replace(
-        "            if step", "            time.sleep(0.005)\n            if step"
-    )
-    command = start(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    command.wait_until(lambda: is_up(command) and bool((tmp_path / "up-1").read_text()))
-    pid = int((tmp_path / "up-1").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    command.wait_until(lambda: f"kill -CONT {pid} continues it" in command.stderr)
-    os.kill(pid, signal.SIGCONT)
-    assert command.wait() == 0
-    assert f"rank 1 (pid {pid}) goes on" in command.stderr
-
-
 @pytest.mark.parametrize("holds_the_lock", [False, True])
 @pytest.mark.extended
 def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: bool) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import gc
 import io
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -27,7 +24,6 @@ from evenstep.errors import (
     PeerLostError,
     RankFailedError,
 )
-from evenstep.ground.health import heartbeat
 from evenstep.testing import RankPool
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
@@ -224,62 +220,6 @@ def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None
     assert told.count("stopped (state T)") == 1
     assert "rank 1 (pid" in told
     assert "SIGCONT" in told
-
-
-def wait_for_a_late_peer() -> str:
-    transport = connect()
-    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)  # whatever an earlier test of these ranks has left
-    arrivals = transport._context.counters
-    arrivals.policy = dataclasses.replace(arrivals.policy, report_stopped_after_s=0.1, report_missing_after_s=0.3)
-    if transport.rank == 1:
-        time.sleep(1.5)
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        transport.all_reduce(torch.zeros(3)).wait()
-    transport.close()
-    return told.getvalue()
-
-
-def test_who_is_late_is_named_once_while_the_others_wait(ranks: RankPool) -> None:
-    told = ranks.run(wait_for_a_late_peer, 2)[0]
-    assert told.count("\n") == 1
-    waits = r"evenstep: rank 0 has waited 0\.\d s in .*all_reduce.*"
-    assert re.match(waits + r": rank 1 \(pid \d+, between steps( of step \d+)?\) is not there\.", told)
-
-
-def held() -> tuple[set[str], int, int]:
-    """Files in /dev/shm that this process maps (others are the guard's), descriptors, threads."""
-    gc.collect()
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    shm = {name for name in mapped if name.startswith("/dev/shm/")}
-    return shm, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
-
-def come_and_go() -> None:
-    evenstep.init(quiet=True).barrier()
-    connect().close()
-    evenstep.init(quiet=True).barrier()
-    before = held()
-    for _ in range(3):
-        transport = connect()
-        other = transport.split()
-        tensors = [transport.allocate(100_000, dtype=torch.float32, device=CPU) for _ in range(5)]
-        for tensor in tensors:
-            transport.all_reduce(tensor).wait()
-            other.broadcast(tensor, 0).wait()
-        other.close()
-        transport.close()
-        del tensors, tensor, transport, other
-    evenstep.init(quiet=True).barrier()
-    after = held()
-    assert after[0] - before[0] == set()
-    # What an earlier task of this process has closed may end meanwhile.
-    assert after[1] <= before[1], (before, after)
-    assert after[2] <= before[2], (before, after)
-
-
-def test_nothing_is_left_after_closing(ranks: RankPool) -> None:
-    ranks.run(come_and_go, 2)
 
 
 def shared_memory_in_use() -> int:

@@ -50,11 +50,16 @@ def save_often(root: Path, delay_s: float):
 
     with on_nodes(2) as world, contextlib.redirect_stderr(told), mock.patch.object(LocalTier, "_remove", late):
         kinds = {"every_steps": 10, "every_minutes": None, "local": root / "node0", "local_every_steps": 1}
-        run = Training(root / "saved", world, **kinds).run_to(9)
-        tier = run.checkpoint._tier
+        run = Training(root / "saved", world, **kinds)
+        tier, num_keys = run.run_to(1).checkpoint._tier, set[int]()
         assert tier is not None
-        tier.finish()
-        world.barrier()
+        for step in (3, 9):
+            run.run_to(step)
+            tier.finish()
+            world.barrier()
+            num_keys.add(world.store.num_keys())
+            world.barrier()
+        assert len(num_keys) == 1, "the store does not grow with saves"
         held = sorted(generations(root, 0))
         run.checkpoint._release()
     return held, told.getvalue()

@@ -175,13 +175,6 @@ def start_sleepers(directory: str) -> None:
     time.sleep(60)
 
 
-def fail_beside_sleepers(directory: str) -> None:
-    sleeper = subprocess.Popen(["sleep", "60"])
-    Path(directory, os.environ["RANK"]).write_text(str(sleeper.pid))
-    sleepers_of(Path(directory))
-    raise ValueError("as asked")
-
-
 def sleepers_of(directory: Path) -> list[int]:
     """The processes that two ranks have started, once they have."""
     files = [directory / "0", directory / "1"]
@@ -214,13 +207,6 @@ def test_what_ranks_have_started_ends_with_a_parent_that_is_killed(tmp_path: Pat
     assert parent.returncode == -sent
     assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
     assert are_gone(pids, within_s=1.0)
-
-
-@pytest.mark.extended
-def test_what_ranks_have_started_ends_with_a_task_that_failed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="as asked"):
-        evenstep.launch(fail_beside_sleepers, 2, (str(tmp_path),))
-    assert are_gone(sleepers_of(tmp_path), within_s=1.0)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -22,18 +22,6 @@ def raise_on_rank_1() -> None:
     evenstep.world.current().barrier()
 
 
-def double(value: torch.Tensor) -> torch.Tensor:
-    return value * 2
-
-
-def test_results_come_in_order_of_rank_and_the_processes_are_kept(ranks: RankPool) -> None:
-    first = ranks.run(identity, 2)
-    assert [result[:2] for result in first] == [(0, 2), (1, 2)]
-    assert [result[3] for result in first] == [1, 1]
-    assert ranks.run(identity, 2) == first
-    assert ranks.run(double, 2, torch.arange(3))[1].tolist() == [0, 2, 4]
-
-
 @pytest.mark.extended
 def test_a_failure_is_the_culprits_and_the_next_task_has_new_processes() -> None:
     with RankPool() as pool:

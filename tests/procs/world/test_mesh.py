@@ -102,24 +102,6 @@ def run_shares(mesh):
     return alone(shares, mesh=mesh)
 
 
-def in_one_process():
-    world = worlds.current()
-    assert world.mesh is not None
-    assert world.mesh.shape == (1, 1)
-    assert (world.data_rank, world.data_size, world.process_group) == (0, 1, None)
-    return world.mesh.mesh_dim_names
-
-
-def run_in_one_process():
-    names = alone(in_one_process, mesh={"shard": -1, "tensor": 1})
-    assert not dist.is_initialized()
-    return names
-
-
-def test_one_process_has_a_mesh_too(ranks):
-    assert ranks.run(run_in_one_process, 1) == [("shard", "tensor")]
-
-
 def refused(arguments, differs):
     before = worlds.initialised()
     if before is not None:

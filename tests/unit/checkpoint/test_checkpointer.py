@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed import HashStore
 
 import evenstep
 from evenstep import World
@@ -28,7 +24,6 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.lock import look
-from evenstep.checkpoint.save.writer import Job, Writer
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
@@ -461,73 +456,24 @@ def test_a_handler_from_before_is_called_after_the_last_save_if_no_step_follows(
     assert called == [[3]]
 
 
-def test_a_handler_that_the_script_sets_later_replaces_ours_and_one_line_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run = training(tmp_path).run_to(2)
-    heard: list[int] = []
-    with handled(signal.SIGUSR1, lambda number, _: heard.append(number)):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        run.run_to(4).checkpoint.close()
-        assert heard == [signal.SIGUSR1]
-    said = [line for line in capsys.readouterr().err.splitlines() if "handler" in line]
-    assert said == [
-        "evenstep: the script has replaced the handler of SIGUSR1: this signal no longer saves and stops the run"
-    ]
-
-
-@pytest.mark.parametrize("status", [0, None, 3])
-def test_an_orderly_exit_saves_and_another_one_does_not(tmp_path: Path, status):
+@pytest.mark.parametrize("end", [SystemExit(0), SystemExit(), SystemExit(3), ZeroDivisionError()], ids=repr)
+def test_an_orderly_exit_saves_and_another_one_only_finishes_what_is_pending(tmp_path: Path, end: BaseException):
     def leave():
         with evenstep.init(quiet=True, device="cpu") as world:
-            run = Training(tmp_path / "world", world, every_minutes=None).run_to(3)
+            run = Training(tmp_path / "world", world, every_minutes=None, every_steps=3).run_to(3)
             with Training(tmp_path / "itself", World.alone(device="cpu"), every_minutes=None).run_to(2).checkpoint:
                 run.step()
-                sys.exit(status)
+                raise end
 
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(type(end)):
         leave()
-    assert caught.value.code == status
-    evenstep.init(quiet=True, device="cpu").close()
-    saved = steps(tmp_path / "world"), steps(tmp_path / "itself")
-    assert saved == (([], []) if status else ([4], [2]))
-
-
-def test_an_exception_at_the_end_of_the_world_finishes_what_is_pending_and_begins_nothing(tmp_path: Path):
-    def fail():
-        with evenstep.init(quiet=True, device="cpu") as world:
-            Training(tmp_path / "bad", world, every_steps=2).run_to(3)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
     evenstep.init(quiet=True, device="cpu").close()
     for thread in threading.enumerate():
         if thread.name.startswith("evenstep save"):
             thread.join()
-    assert steps(tmp_path / "bad") == [2], "what was pending is finished, and nothing new is begun"
-    assert is_released(tmp_path / "bad"), "released behind what was pending"
-
-
-@pytest.mark.parametrize("has_posted", [False, True])
-def test_a_rank_that_leaves_waits_for_none_whose_process_has_ended(tmp_path: Path, has_posted: bool):
-    """What it has posted before counts."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    store, made = HashStore(), []
-    writer = Writer(LocalDirectory(tmp_path), store, 0, 2, timeout_s=3600.0)
-    writer.pids = {0: os.getpid(), 1: process.pid}
-    if has_posted:
-        store.set("evenstep/checkpoint/run-1/1", json.dumps([{}, [], {"from": 1}]))
-    writer.abandon("run")
-    writer.start(Job("step-0000001-00001-1", "run-1", [], {"from": 0}, made.append))
-    error = writer.finish()
-    if has_posted:
-        assert error is None
-        assert [receipt.facts for receipt in made[0]] == [{"from": 0}, {"from": 1}]
-    else:
-        assert str(error) == "rank 1 ended before its part was written"
-        assert not made
+    saved = steps(tmp_path / "world"), steps(tmp_path / "itself")
+    assert saved == (([3, 4], [2]) if isinstance(end, SystemExit) and not end.code else ([3], []))
+    assert is_released(tmp_path / "world"), "released behind what was pending"
 
 
 def test_a_group_may_share_a_run(tmp_path: Path):

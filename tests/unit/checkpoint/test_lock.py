@@ -6,9 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -136,28 +133,6 @@ def test_a_lock_that_another_job_has_created_at_the_same_moment_is_that_jobs(tmp
     with pytest.raises(LockedError, match="belongs to another job"):
         take_lock(LocalDirectory(tmp_path), {})
     assert look(LocalDirectory(tmp_path)).record["key"] == "another"
-
-
-@pytest.mark.extended
-def test_a_lock_ends_with_the_last_reference_and_with_the_process(tmp_path: Path):
-    lock = take_lock(LocalDirectory(tmp_path), {})
-    assert not look(LocalDirectory(tmp_path)).record.get("released")
-    del lock
-    assert is_released(tmp_path)
-    program = f"""
-        import os
-        from evenstep.checkpoint.lock import look, take_lock
-        from evenstep.checkpoint.store import LocalDirectory
-        lock = take_lock(LocalDirectory({str(tmp_path)!r}), {{}})
-        if (pid := os.fork()) == 0:
-            raise SystemExit  # a copy of this process doesn't end its lock
-        os.waitpid(pid, 0)
-        lock.confirm()
-        print(look(LocalDirectory({str(tmp_path)!r})).record.get("released"))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.stdout == "None\n", done.stderr
-    assert is_released(tmp_path)
 
 
 def test_where_files_have_no_links_a_lock_is_created(tmp_path: Path, monkeypatch):

@@ -134,6 +134,8 @@ def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_pa
     dead.run_to(9)
     is_killed(dead)
     assert generations(tmp_path) == [6, 6, 8], "of which one is the successor's"
+    dead.checkpoint._tier.remove()
+    assert generations(tmp_path) == [6]
     run = training(tmp_path)
     assert run.checkpoint.resume() == 6
     run.checkpoint.close()

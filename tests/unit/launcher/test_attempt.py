@@ -156,22 +156,6 @@ def test_ranks_that_ended_well_while_others_were_lost_without_them_left_early(
         assert "had ended with status 0 while ranks of other nodes still waited" in describe_failure(attempt.failure)
 
 
-@pytest.mark.parametrize("needs_all_nodes", [True, False])
-@pytest.mark.parametrize("who", ["ranks", "another node", "nobody"])
-def test_an_attempt_that_fails_while_somebody_was_asked_to_stop_says_so(who: str, needs_all_nodes: bool) -> None:
-    """This node's own launcher doesn't get that far: a signal raises through `watch`."""
-    pages, others = NodePages(1), other_nodes()
-    pages.pages[0].words[Note.STOPS] = who == "ranks"
-    others.is_stopping = who == "another node"
-    attempt = attempt_of(Rank(-9), pages=pages, others=others, needs_all_nodes=needs_all_nodes)
-    assert attempt.watch() is End.FAILED
-    assert attempt.failure is not None
-    assert attempt.failure.was_stopping == (who == "ranks" or (who == "another node" and needs_all_nodes))
-    others = other_nodes()
-    attempt_of(Rank(ends_with=0), others=others).close(signal.SIGTERM)
-    others.announce_stop.assert_called_once()
-
-
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_ctrl_c_reaches_ranks_that_end_quietly_by_it(is_ready: bool) -> None:
     pages, rank = NodePages(1), Rank(ends_with=0)

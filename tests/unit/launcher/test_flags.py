@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import config_from_args, get_args_parser
+from torch.distributed.run import config_from_args
 
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous, OneNodeRendezvous, choose
@@ -37,19 +37,6 @@ def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours() -> None:
     args = parse_line(["--nproc-per-node", "2", "train.py", "--n", "6", "--no", "--m=x"])
     assert (args.nproc_per_node, args.training_script) == ("2", "train.py")
     assert args.training_script_args == ["--n", "6", "--no", "--m=x"]
-
-
-def test_a_flag_of_a_later_torchrun_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def later_parser() -> ArgumentParser:
-        parser = get_args_parser()
-        parser.add_argument("--later")
-        return parser
-
-    monkeypatch.setattr("torch.distributed.run.get_args_parser", later_parser)
-    args = parse("--later=1", "--device", "cpu", "train.py", "--later=2")
-    assert (args.later, args.device, args.training_script_args) == ("1", "cpu", ["--later=2"])
-    with pytest.raises(ConfigurationError, match="argument --later: expected one argument"):
-        parse("--later", "1", "train.py")
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,6 @@ def test_one_long_call_of_all_ranks_is_named_after_a_minute() -> None:
     assert ranks.go(10)[0].startswith("all ranks have waited in the same call since 60 s")
 
 
-def test_nothing_is_said_and_nobody_is_asked_while_all_compute() -> None:
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    assert ranks.go(600) == []
-    assert ranks.asked == []
-
-
 def test_what_may_take_long_has_longer_and_a_first_step_says_so() -> None:
     ranks = Ranks()
     ranks.hold({0: BARRIER})
@@ -171,19 +164,6 @@ def test_what_may_take_long_has_longer_and_a_first_step_says_so() -> None:
     evaluates.hold({0: BACKWARD})
     assert evaluates.go(55) == []
     assert "is in an evaluation of step 20" in evaluates.go(30)[0]
-
-
-def test_a_rank_that_has_ended_and_one_that_is_stopped() -> None:
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    ranks.seen[1] = replace(ranks.seen[1], exit_code=0)
-    ranks.hold({0: BACKWARD})
-    assert "rank 1 (pid 11) is no longer there: it has ended with status 0, after 20 steps" in ranks.go(12)[0]
-    stopped = Ranks()
-    stopped.train(20, 0.5)
-    stopped.seen[1] = replace(stopped.seen[1], state="T")
-    stopped.hold({0: BACKWARD})
-    assert stopped.go(25) == [], "it has been named within 2 s"
 
 
 def test_with_a_gpu_three_equal_looks_stand_for_an_idle_processor() -> None:

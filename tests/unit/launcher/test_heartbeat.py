@@ -210,25 +210,6 @@ def test_nodes_given_different_commands_end_at_once(second: dict[str, Any], says
     assert time.monotonic() - started < 10  # 2 s on a quiet machine
 
 
-def test_every_meeting_has_a_store_of_its_own() -> None:
-    """What ranks of the first attempt have left there is not found by those of the next, under whatever name."""
-    reservation = Reservation()
-    made = {"num_nodes": 2, "run_id": "none", "timeout_s": 20}
-    handlers = [FixedNodesRendezvous("127.0.0.1", reservation.port, node_rank=node, **made) for node in range(2)]  # type: ignore[arg-type]
-    ports: list[set[int]] = []
-    for attempt in range(3):
-        with ThreadPoolExecutor(2) as pool:
-            found = [*pool.map(FixedNodesRendezvous.next_rendezvous, handlers)]
-        ports.append({info.bootstrap_store_info.master_port for info in found})
-        (port,) = ports[-1]
-        ranks_store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-        assert not ranks_store.check(["address of rank 0"])
-        ranks_store.set("address of rank 0", str(attempt))
-    assert ports[0] == {reservation.port}
-    assert len(set.union(*ports)) == 3
-    reservation.close()
-
-
 @pytest.mark.parametrize("may_restart", [True, False])
 def test_who_comes_while_the_run_goes_on_takes_a_lost_nodes_place_if_the_run_may_restart(
     may_restart: bool, capsys: pytest.CaptureFixture[str]

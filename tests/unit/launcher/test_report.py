@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,6 @@ from evenstep.launcher.failure.report import (
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nValueError: boom\nand more"
 GENUINE = CrashReport(1, 101, 5, False, 1, "ValueError: boom\nand more", TRACEBACK)
 WITNESS = CrashReport(0, 100, 4, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")
-MISTAKE = CrashReport(1, 101, 5, False, 78, "ConfigurationError: bad", "ConfigurationError: bad\n  at train.py, line 3")
-
-
 SILENT = [Exit(0, 100, 76), Exit(1, 101, -9)]  # rank 1 says nothing, and rank 0 has lost it
 
 
@@ -47,20 +43,6 @@ def waited(rank: int, missing: str) -> CrashReport:
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     text = describe_failure(failed(SILENT, [WITNESS]), log="/logs/rank-1.log", log_tail="Fatal Python error")
     assert text.splitlines()[:2] == ["evenstep: the last lines of rank 1 (/logs/rank-1.log):", "Fatal Python error"]
-
-
-def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
-    other = replace(MISTAKE, rank=0, pid=100, time_ns=9)
-    seen = Heartbeat(101, Phase.BETWEEN_STEPS, 0, 4, False, 1)
-    pages = {0: replace(seen, pid=100), 1: seen}
-    failure = failed([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], pages=pages)
-    text = describe_failure(failure, run="run R, attempt 1 of 1, host A", other_logs=Path("/logs"))
-    assert text == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
-    alone = describe_failure(replace(failure, reports=(MISTAKE,)), run="run R", other_logs=Path("/logs"))
-    assert alone.splitlines()[:2] == [
-        f"evenstep: run R: rank {MISTAKE.rank} (pid 101) was between steps, collective 4",
-        "evenstep: output of the other ranks: /logs",
-    ]
 
 
 LATE = CrashReport(1, 101, 5, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")

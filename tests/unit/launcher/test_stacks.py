@@ -72,14 +72,6 @@ def test_a_backward_pass_waits_when_it_uses_no_processor() -> None:
     assert (hook.call, hook.phase) == ("", "in backward")
 
 
-def test_a_hook_in_a_thread_of_a_gpus_backward_pass_is_where_the_rank_is() -> None:
-    main = [ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 40, "<module>")]
-    devices, logs = [("train.py", 9, "hook")], [("train.py", 3, "write"), ("/lib/threading.py", 1, "_bootstrap")]
-    place = place_of(parse_stacks(dump(logs, devices, main)), is_idle=True, source=lambda *_: "")
-    assert (place.call, place.site) == ("", "train.py:9 in hook")
-    assert place_of(parse_stacks(dump(logs, main)), is_idle=True, source=lambda *_: "").call == "backward"
-
-
 def test_a_rank_that_reads_from_its_gpu_waits_for_it() -> None:
     read = where(("train.py", 33, "main"), text="losses.append(loss.item())", is_idle=False, has_gpu=True)
     assert (read.call, read.is_for_device) == ("item", True)

@@ -10,32 +10,6 @@ from evenstep.ground.health.heartbeat import Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 
 
-def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file() -> None:
-    told: list[object] = []
-
-    def exchange(value: object) -> list[object]:
-        told.append(value)
-        return [value]
-
-    num_open = len(os.listdir("/proc/self/fd"))
-    end = peer_heartbeats.share_pages(exchange, Placement())
-    try:
-        assert len(os.listdir("/proc/self/fd")) == num_open
-        assert len(told) == 2, "pages are closed when all have opened them"
-        heartbeat.mark(Phase.SAVING, step=3)
-        heartbeat.mark_waiting(True)
-        heartbeat.mark_waiting(False)
-        found = peer_heartbeats.read(os.getpid())
-        assert found is not None
-        assert (found.phase, found.step, found.is_waiting, found.waited_ns > 0) == (Phase.SAVING, 3, False, True)
-        assert peer_heartbeats.read_all() == {0: peer_heartbeats.read(os.getpid())}
-        assert peer_heartbeats.read(1) is None
-    finally:
-        end()
-    assert heartbeat.current is None
-    assert peer_heartbeats.read(os.getpid()) is None
-
-
 def test_a_forked_child_writes_nothing_to_the_page_of_its_parent() -> None:
     pages = NodePages(1)
     peer_heartbeats.write_page(Placement(pages=tuple(pages.files)))

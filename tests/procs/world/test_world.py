@@ -216,6 +216,23 @@ def test_ranks_of_a_group_draw_their_own_numbers(ranks, fresh_seed):
         assert len({each[stream] for each in whole}) == 4, stream
 
 
+@on_ranks(3)
+def test_an_adopted_group_keeps_its_random_streams(world, fresh_seed):
+    """A shuffle that all ranks must share is shared, and ranks that were seeded differently stay so."""
+    for seed in (fresh_seed, fresh_seed + 1 + world.rank):
+        adopted = evenstep.World.from_process_group()
+        model = wrapped(adopted)
+        randomness.seed_everything(seed)
+        model.module(torch.ones(1, 2))
+        expected = draw()
+        randomness.seed_everything(seed)
+        model(torch.ones(1, 2))
+        assert draw() == expected
+        assert adopted.has_diverged, "later calls take the short way"
+        assert not adopted.draws_its_own, "a checkpoint leaves the streams of new ranks alone, too"
+        adopted.close()
+
+
 # ---------------------------------------------------------------------- groups
 
 

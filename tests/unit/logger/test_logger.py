@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from evenstep import Logger, World
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.logger import logger
 from evenstep.logger.logger import write_whole
-from tests import pages
 
 
 @pytest.fixture
@@ -132,31 +129,6 @@ def test_a_tracker_gets_what_is_written(world: World, tmp_path: Path) -> None:
             log.log({"loss": torch.tensor(0.5), "step time": step}, step=step, mean=step > 0)
     assert seen == [({"loss": 0.5, "step time": 0.0}, 0), ({"loss": 0.5, "step time": 2.0}, 2)]
     assert json_lines(tmp_path) == [{"step": step, **values} for values, step in seen]
-
-
-class Recorded:
-    """Stands for torch's SummaryWriter."""
-
-    def __init__(self, directory: str, purge_step: int) -> None:
-        self.calls: list[tuple[Any, ...]] = [("made", directory, purge_step)]
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.calls.append((name, value, step))
-
-    def flush(self) -> None:
-        self.calls.append(("flush",))
-
-    def close(self) -> None:
-        self.calls.append(("close",))
-
-
-def test_the_page_on_trackers_writes_scalars_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Recorded))
-    found: dict[str, Any] = {}
-    exec(compile(pages.programs("how-to/logging.md")["board.py"], "board.py", "exec"), found)
-    scalars = [call for step in range(3) for call in (("loss", 1.0, step), ("flush",))]
-    assert found["writer"].calls == [("made", "runs/board", 0), *scalars, ("close",)]
 
 
 def test_a_tracker_that_fails_does_not_end_the_training(world: World, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +165,7 @@ def test_a_launcher_that_stops_its_heartbeat_is_noticed(launcher: Launcher) -> N
 _kept: list[FixedNodesRendezvous] = []
 
 
-def meet(port: int, node_rank: int, told: dict[int, str], num_nodes: int = 2, run_id: str = "none") -> None:
+def meet(port: int, node_rank: int, num_nodes: int = 2, run_id: str = "none") -> str:
     handler = FixedNodesRendezvous(
         "127.0.0.1", port, node_rank=node_rank, num_nodes=num_nodes, run_id=run_id, timeout_s=20
     )
@@ -174,9 +173,8 @@ def meet(port: int, node_rank: int, told: dict[int, str], num_nodes: int = 2, ru
     try:
         found = handler.next_rendezvous()
     except ConfigurationError as error:
-        told[node_rank] = str(error)
-    else:
-        told[node_rank] = f"{found.rank} of {found.world_size}"
+        return str(error)
+    return f"{found.rank} of {found.world_size}"
 
 
 @pytest.mark.parametrize(
@@ -190,19 +188,14 @@ def meet(port: int, node_rank: int, told: dict[int, str], num_nodes: int = 2, ru
 def test_nodes_given_different_commands_end_at_once(second: dict[str, Any], says: str | None) -> None:
     """They would wait for each other for minutes."""
     reservation = Reservation()
-    port = reservation.port
-    told: dict[int, str] = {}
     started = time.monotonic()
-    threads = [threading.Thread(target=meet, args=(port, 0, told))]
-    threads.append(threading.Thread(target=meet, kwargs={"port": port, "told": told, **second}))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [pool.submit(meet, reservation.port, **given) for given in ({"node_rank": 0}, second)]
+    told = [each.result() for each in meetings]
     reservation.close()
     _kept.clear()
     if says is None:
-        assert told == {0: "0 of 2", 1: "1 of 2"}
+        assert told == ["0 of 2", "1 of 2"]
         return
     assert "the nodes were given different commands: --nnodes 2 --rdzv-id none on node 0" in told[0]
     assert says in told[0]

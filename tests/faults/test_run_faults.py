@@ -45,19 +45,11 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
         tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "script.py"], script
     )
     assert code == 1
-    announced, state, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
-    assert announced == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
-    assert state.startswith("evenstep: run ")
-    assert ", attempt 1 of 1, host " in state
+    _, state, logs, *_, verdict = command.stderr.splitlines()
     assert ": rank 1 (pid " in state, "the culprit's state, not the witness's"
-    assert "collective " in state
-    assert logs.startswith("evenstep: output of the other ranks: ")
-    assert traceback == "Traceback (most recent call last):"
     assert command.stderr.count("Traceback") == 1
     assert "bad sample in step 3" in Path(logs.rpartition(": ")[2], "rank-1.log").read_text()
-    assert last_of_traceback == "ValueError: bad sample in step 3"
-    assert verdict.startswith("evenstep: rank 1 (pid ")
-    assert verdict.endswith(") failed: ValueError: bad sample in step 3")
+    assert re.fullmatch(r"evenstep: rank 1 \(pid \d+\) failed: ValueError: bad sample in step 3", verdict)
     assert "launcher" not in command.stderr, "frames of the machinery are left out"
     assert command.leaves_no_process()
 
@@ -249,7 +241,7 @@ def test_where_node_0_is_gone_with_its_store_the_others_end_with_a_line(tmp_path
 
 def test_ctrl_c_while_the_ranks_still_start_is_one_line_too(tmp_path: Path) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
-    command.wait_until(lambda: len(command.processes()) >= 4)  # the template is one of them
+    command.wait_until(lambda: len(children(command.process.pid)) >= 3)  # the template is one of them
     command.process.send_signal(signal.SIGINT)
     assert command.wait() == 130
     assert "Traceback" not in command.stderr

@@ -123,7 +123,7 @@ def test_a_node_that_was_asked_to_stop_stays_until_the_others_know(launcher: Lau
     assert not ends[1].is_stopping
     ends[0].announce_stop()
     ends[0].close()
-    ends[1].check_for_new_node(longest_s=20)
+    ends[1].check_for_new_node(longest_s=4)  # which the node that has gone doesn't answer
     assert ends[1].is_stopping
     assert ends[1].look() is None, "no failure"
 

@@ -15,7 +15,9 @@ from torch import nn
 
 import evenstep
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.lock import place_of
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.checkpoint.tier import LocalTier
 from tests.checkpoint_runs import Training, world_for_this_test
 
@@ -79,7 +81,13 @@ def local_steps(root: Path, upto: int, resumes: bool):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     local = evenstep.LocalSGD(model, optimizer, every=3)
     checkpoint = Checkpointer(
-        root / "saved", model=model, local_sgd=local, every_minutes=None, local=root / "local", local_every_steps=1
+        root / "saved",
+        model=model,
+        local_sgd=local,
+        every_minutes=None,
+        every_steps=2,
+        local=root / "local",
+        local_every_steps=1,
     )
     began = checkpoint.resume()
     for step in range(began, 3 * upto):
@@ -90,6 +98,7 @@ def local_steps(root: Path, upto: int, resumes: bool):
         with contextlib.redirect_stderr(told):
             checkpoint.step()
     checkpoint._tier.finish()
+    checkpoint.wait()
     assert ("a lost process costs at most 3 + 3 steps" in told.getvalue()) == world.is_main
     kept = [p.detach().clone() for p in model.parameters()]
     kept += [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
@@ -101,6 +110,7 @@ def local_steps(root: Path, upto: int, resumes: bool):
 def test_local_sgd_goes_on_from_the_last_exchange(ranks, tmp_path):
     straight = ranks.run(local_steps, 2, tmp_path / "a", 4, False)
     ranks.run(local_steps, 2, tmp_path / "b", 2, False)
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "b" / "saved"))) == [3, 6], "due behind steps 2, 4 and 6"
     second = ranks.run(local_steps, 2, tmp_path / "b", 4, True)
     for rank in range(2):
         assert second[rank][0] == 6

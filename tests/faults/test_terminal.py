@@ -109,6 +109,7 @@ def test_a_second_ctrl_c_on_a_terminal_kills(tmp_path: Path) -> None:
     script = """
         import os, signal, time
         signal.signal(signal.SIGINT, lambda *_: open(f"heard-{os.environ['RANK']}", "w").close())
+        time.sleep(1)  # on a busy machine the launcher isn't done yet with its start, of which Ctrl-C is another test
         with open(f"pid-{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
         while True:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """On a busy machine, torch's second thread makes each small operation wait for a core."""
     before = torch.get_num_threads()

@@ -251,6 +251,7 @@ def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, what: str
 def test_a_run_that_goes_back_leaves_no_later_copies(tmp_path: Path):
     """It may be killed before its next local save: the next start must not go on from the steps that it has left."""
     run = training(tmp_path, every_steps=4).run_to(7)
+    run.checkpoint._tier.finish()
     assert 6 in generations(tmp_path)
     assert run.checkpoint.load(4) == 4
     is_killed(run)

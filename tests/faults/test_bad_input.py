@@ -97,53 +97,37 @@ def test_under_torchrun_every_rank_says_it_and_ends(tmp_path: Path) -> None:
     assert "exitcode  : 72" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("mistake", "status", "told"),
-    [
-        ("empty data set", 78, "ConfigurationError: "),
-        ("the world has ended", 1, "UsageError: rank 0: the world of evenstep.init has ended"),
-    ],
-)
-def test_without_a_launcher_the_status_is_the_same(tmp_path: Path, mistake: str, status: int, told: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + MISTAKES[mistake][0])
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
-    assert result.returncode == status
-    first, message, where = result.stderr.splitlines()
-    assert first.startswith("evenstep: 1 rank on 1 node")
-    assert message.startswith(f"evenstep: {told}")
-    assert where.startswith(f"  at {script}, line ")
+HALF = {"RANK": "0", "WORLD_SIZE": "2"}
+SAYS_HALF = "ConfigurationError: RANK=0, WORLD_SIZE=2 are set without LOCAL_RANK"
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("call", "variables", "message"),
     [
-        ("seed='zero'", "evenstep: ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
-        ("device='gpu'", "evenstep: ConfigurationError: device='gpu' isn't a device"),
-        ("5", "evenstep: ConfigurationError: evenstep.init: arguments without a name: none. Write the names of the"),
-        ("sed=0", "evenstep: ConfigurationError: evenstep.init: there is no argument sed. Did you mean seed?"),
+        ("init(seed='zero')", {}, "ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
+        ("init(5)", {}, "ConfigurationError: evenstep.init: arguments without a name: none. Write the names of"),
+        ("init(sed=0)", {}, "ConfigurationError: evenstep.init: there is no argument sed. Did you mean seed?"),
+        ("DataLoader([], 4)", {}, "ConfigurationError: "),
+        ("init()", HALF, SAYS_HALF),
+        ("DataLoader(range(8), 2)", HALF, SAYS_HALF),
+        ("DistributedSampler(range(4))", HALF, SAYS_HALF),
     ],
 )
-def test_a_mistake_in_the_call_of_init_is_no_other_mistake(tmp_path: Path, argument: str, message: str) -> None:
-    """Nothing has seen to how this process ends before that call."""
-    script = tmp_path / "script.py"
-    script.write_text(f"import evenstep\nevenstep.init({argument})\n")
-    result = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 78, result.stderr
-    first, *others = result.stderr.splitlines()
-    assert first.startswith(message)
-    assert others == [f"  at {script}, line 2, in <module>"]
-
-
-@pytest.mark.parametrize("call", ["init()", "DataLoader(range(8), 2)", "DistributedSampler(range(4))"])
-def test_variables_that_say_half_are_one_line_whatever_reads_them_first(tmp_path: Path, call: str) -> None:
+def test_without_a_launcher_a_mistake_is_one_line_with_its_place(
+    tmp_path: Path, call: str, variables: dict[str, str], message: str
+) -> None:
+    """Also if nothing has seen to how this process ends before that call."""
     script = tmp_path / "script.py"
     script.write_text(f"import evenstep\nevenstep.{call}\n")
-    half = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
     result = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=half, capture_output=True, text=True, timeout=60
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 78, result.stderr
     first, *others = result.stderr.splitlines()
-    assert first.startswith("evenstep: ConfigurationError: RANK=0, WORLD_SIZE=2 are set without LOCAL_RANK")
+    assert first.startswith(f"evenstep: {message}")
     assert others == [f"  at {script}, line 2, in <module>"]

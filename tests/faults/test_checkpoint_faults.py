@@ -55,49 +55,31 @@ def steps(directory: Path) -> list[int]:
 
 @pytest.mark.extended
 @pytest.mark.timeout(2 * _KILL_LOOP_S)
-def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_seed: int):
-    """Some of the 200 of `make stress PART=kills`."""
-    command = [sys.executable, "-m", "tests.faults.kill_loop", "--steps", "24", "--seed", str(fresh_seed)]
-    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
+@pytest.mark.parametrize(
+    ("loop", "kills", "says"),
+    [
+        ("kill_loop --steps 24", 5, "equal to the undisturbed one"),
+        ("kill_loop --s3 --steps 12", 3, "equal to the undisturbed one"),
+        ("mesh_kill_loop", 3, "killed and resumed on themselves: the same bits"),
+        *(
+            (f"tier_kill_loop --kind {kind}", 5, "equal to the undisturbed one")
+            for kind in ("plain", "sharded", "fsdp2")
+        ),
+    ],
+)
+def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(
+    fresh_seed: int, loop: str, kills: int, says: str
+):
+    """Some of those of `make stress PART=kills`."""
+    if "--s3" in loop:
+        pytest.importorskip("s3fs")
+        pytest.importorskip("moto.server")
+    name, *flags = loop.split()
+    flags += ["--seed", str(fresh_seed), "--kills", os.environ.get("EVENSTEP_TEST_KILLS", str(kills))]
+    command = [sys.executable, "-m", f"tests.faults.{name}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "equal to the undisturbed one" in done.stdout
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(2 * _KILL_LOOP_S)
-def test_kills_of_a_run_that_saves_in_a_bucket_lose_nothing_but_what_was_not_committed(fresh_seed: int):
-    """Some of the 50 of `make stress PART=kills`."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    command = [sys.executable, "-m", "tests.faults.kill_loop", "--s3", "--steps", "12", "--kills", "3"]
-    command += ["--seed", str(fresh_seed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "equal to the undisturbed one" in done.stdout
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(2 * _KILL_LOOP_S)
-def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
-    """Some of the 30 of `make stress PART=kills`: FSDP2, HSDP, tensor parallelism, both, one process."""
-    command = [sys.executable, "-m", "tests.faults.mesh_kill_loop", "--seed", str(fresh_seed)]
-    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "3")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "samples exact, parameters within" in done.stdout
-    assert "killed and resumed on themselves: the same bits" in done.stdout
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(2 * _KILL_LOOP_S)
-@pytest.mark.parametrize("kind", ["plain", "sharded", "fsdp2"])
-def test_killed_runs_go_on_from_their_local_copies(fresh_seed: int, kind: str):
-    command = [sys.executable, "-m", "tests.faults.tier_kill_loop", "--kind", kind, "--seed", str(fresh_seed)]
-    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "equal to the undisturbed one" in done.stdout
+    assert says in done.stdout
 
 
 def test_restarts_go_on_from_local_copies_and_say_what_they_cost(tmp_path: Path):
@@ -110,16 +92,6 @@ def test_restarts_go_on_from_local_copies_and_say_what_they_cost(tmp_path: Path)
     assert "resumed from the local copies of step 6 (durable: none); 2 steps repeated" in crashed.stderr
     assert steps(tmp_path / "runs") == [12]
     assert not list(tmp_path.glob("copies/*/*"))
-    assert crashed.leaves_no_process()
-
-
-def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
-    """`--max-restarts`: rank 1 is killed in step 7. That such an end has the right bits is shown by the kills above."""
-    crashed = start(tmp_path, [*FLAGS, "--max-restarts", "1", "script.py", "runs", "12"], TRAIN, CRASH_AT="7")
-    assert crashed.wait() == 0, crashed.stderr
-    assert "resumed from runs/step-0000006" in crashed.stderr
-    assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL", crashed.stderr)
-    assert steps(tmp_path / "runs") == [6, 9, 12]
     assert crashed.leaves_no_process()
 
 
@@ -151,24 +123,24 @@ def test_a_rank_whose_loop_was_shorter_is_named_and_not_the_save_that_failed(tmp
     assert "CheckpointError" not in done.stderr
 
 
-def test_sigterm_to_the_launcher_saves_and_ends_with_75(tmp_path: Path):
-    stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGTERM))
-
-
-def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
-    """As GNU timeout sends it, and with it the job script for PBS: to its child, and to the group of its child."""
-
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [signal.SIGHUP],  # a dropped connection
+        [signal.SIGUSR2],
+        # As GNU timeout sends it, and with it the job script for PBS: to its child, and to the group of its child.
+        [signal.SIGTERM, signal.SIGTERM],
+        # Slurm sends the one that the job has asked for, and SIGTERM when it cancels it.
+        [signal.SIGUSR1, signal.SIGTERM],
+    ],
+)
+def test_signals_of_schedulers_to_the_launcher_save_once_and_end_with_75(tmp_path: Path, signals: list[signal.Signals]):
     def send(command: Command) -> None:
-        command.process.send_signal(signal.SIGTERM)
-        time.sleep(0.03)  # or the system makes one of two
-        command.process.send_signal(signal.SIGTERM)
+        for which in signals:
+            command.process.send_signal(which)
+            time.sleep(0.03)  # or the system makes one of two
 
     stopped(tmp_path, send)
-
-
-@pytest.mark.parametrize("which", [signal.SIGUSR2, signal.SIGHUP])
-def test_other_signals_of_schedulers_and_a_dropped_connection_save_too(tmp_path: Path, which: signal.Signals):
-    stopped(tmp_path, lambda command: command.process.send_signal(which))
 
 
 def test_ctrl_c_saves_and_ends_with_130(tmp_path: Path):
@@ -260,17 +232,6 @@ def test_a_run_of_local_steps_that_ends_well_is_saved_at_its_end(tmp_path: Path,
     assert ended[1][1].stdout == first
 
 
-def test_another_signal_during_the_save_is_the_same_request(tmp_path: Path):
-    """Slurm sends the one that the job has asked for, and SIGTERM when it cancels it."""
-
-    def send(command: Command) -> None:
-        command.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.03)
-        command.process.send_signal(signal.SIGTERM)
-
-    stopped(tmp_path, send)
-
-
 def sigusr1_to_rank_1(command: Command) -> None:
     for pid in command.processes():
         environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -289,18 +250,6 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted_where_a_rank_ends_late(tm
     script = TRAIN.replace("import evenstep, torch\n", f"import evenstep, torch\n    {late}", 1)
     command = stopped(tmp_path, sigusr1_to_rank_1, script, "--shutdown-timeout", "1")
     assert re.search(r"rank 0 \(pid \d+\) .*is killed", command.stderr), command.stderr
-
-
-@pytest.mark.extended
-def test_a_run_that_was_asked_to_stop_is_not_restarted_where_a_rank_fails_at_its_end(tmp_path: Path):
-    late = 'import atexit\n    atexit.register(os._exit if os.environ["RANK"] == "0" else int, 3)\n'
-    script = TRAIN.replace("import evenstep, torch\n", f"import evenstep, torch\n    {late}", 1)
-    command = start(tmp_path, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], script, PAUSE="0.01")
-    command.wait_until(lambda: bool(steps(tmp_path / "runs")))
-    sigusr1_to_rank_1(command)
-    assert command.wait() == 3, command.stderr
-    assert "the run had been asked to stop, so there is no other attempt" in command.stderr
-    assert "restarting" not in command.stderr
 
 
 WITH_WORKERS = """

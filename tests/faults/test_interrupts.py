@@ -9,15 +9,12 @@ import contextlib
 import random
 import signal
 import sys
-from typing import Any
 
-import pytest
 import torch
 
 import evenstep
 from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
-from evenstep.transport.shm import queue, sync
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
@@ -50,65 +47,6 @@ def add_until_an_error(transport: SharedMemoryTransport, numels: list[int]) -> s
             expected = float(sum(number * size + each for each in range(size)))
             assert tensor.eq(expected).all(), (rank, number, numel, tensor.unique().tolist(), expected)
     return None
-
-
-def interrupt_at_a_post(nth: int, skips_count: bool) -> str | None:
-    """The middle rank's handler raises between two posts of one signal, or before the post is counted."""
-    transport = connect()
-    remaining = [nth]
-    post = sync.sem_post
-
-    def post_or_raise(semaphore: int) -> Any:
-        remaining[0] -= 1
-        if remaining[0] == 0 and not skips_count:
-            raise Interrupted
-        result = post(semaphore)
-        if remaining[0] == 0:
-            raise Interrupted
-        return result
-
-    if transport.rank == 1:
-        sync.sem_post = post_or_raise
-    try:
-        return add_until_an_error(transport, [5] * NUM_CALLS)
-    finally:
-        sync.sem_post = post
-        transport.close()
-
-
-@pytest.mark.parametrize("skips_count", [False, True])
-@pytest.mark.parametrize("nth", [21, 22, 23, 24])  # of three ranks: arrived, arrived, finished, finished
-def test_an_exception_between_two_posts_of_a_signal_fails_the_call_on_all_ranks(
-    ranks: RankPool, nth: int, skips_count: bool
-) -> None:
-    errors = ranks.run(interrupt_at_a_post, 3, nth, skips_count)
-    assert all(error is not None for error in errors), errors
-
-
-def interrupt_as_gradients_are_off() -> bool:
-    """Rank 1's handler raises as soon as a call has switched gradients off. Whether they are on afterwards."""
-    transport = connect()
-    switch = queue.set_grad_enabled
-
-    def switch_and_raise(mode: bool) -> None:
-        switch(mode)
-        if not mode:
-            raise Interrupted
-
-    try:
-        if transport.rank == 1:
-            queue.set_grad_enabled = switch_and_raise
-        with pytest.raises(Interrupted) if transport.rank == 1 else contextlib.nullcontext():
-            transport.all_reduce(torch.ones(3)).wait()  # nothing has moved, so rank 0 has its sum
-        return torch.is_grad_enabled()
-    finally:
-        queue.set_grad_enabled = switch
-        torch.set_grad_enabled(True)
-        transport.close()
-
-
-def test_an_exception_in_a_call_leaves_gradients_on(ranks: RankPool) -> None:
-    assert ranks.run(interrupt_as_gradients_are_off, 2) == [True, True]
 
 
 def interrupt_at_random_moments(seed: int, num_interrupts: int) -> int:

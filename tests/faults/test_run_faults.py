@@ -29,9 +29,8 @@ def is_up(command: Command, num_ranks: int = 2) -> bool:
     return all((command.directory / f"up-{rank}").exists() for rank in range(num_ranks))
 
 
-@pytest.mark.parametrize("attempt", range(3))
 @pytest.mark.extended
-def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path, attempt: int) -> None:
+def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path) -> None:
     """Rank 1 raises; rank 0 then loses its peer in an all-reduce, and with it its connection."""
     script = """
         import evenstep, torch
@@ -46,19 +45,11 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
         tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "script.py"], script
     )
     assert code == 1
-    announced, state, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
-    assert announced == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
-    assert state.startswith("evenstep: run ")
-    assert ", attempt 1 of 1, host " in state
+    _, state, logs, *_, verdict = command.stderr.splitlines()
     assert ": rank 1 (pid " in state, "the culprit's state, not the witness's"
-    assert "collective " in state
-    assert logs.startswith("evenstep: output of the other ranks: ")
-    assert traceback == "Traceback (most recent call last):"
     assert command.stderr.count("Traceback") == 1
     assert "bad sample in step 3" in Path(logs.rpartition(": ")[2], "rank-1.log").read_text()
-    assert last_of_traceback == "ValueError: bad sample in step 3"
-    assert verdict.startswith("evenstep: rank 1 (pid ")
-    assert verdict.endswith(") failed: ValueError: bad sample in step 3")
+    assert re.fullmatch(r"evenstep: rank 1 \(pid \d+\) failed: ValueError: bad sample in step 3", verdict)
     assert "launcher" not in command.stderr, "frames of the machinery are left out"
     assert command.leaves_no_process()
 
@@ -126,14 +117,6 @@ def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> No
     assert command.leaves_no_process()
 
 
-def test_the_traceback_of_rank_0_is_shown_once(tmp_path: Path) -> None:
-    code, command = call(tmp_path, ["--nproc-per-node", "1", "script.py"], "raise ValueError('boom')")
-    assert code == 1
-    assert command.stderr.count("ValueError: boom") == 2  # the traceback's end, and the verdict
-    assert command.stderr.count("Traceback") == 1
-    assert command.left_files() == []
-
-
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
@@ -157,28 +140,6 @@ def test_who_ends_without_an_exception_is_named(tmp_path: Path, ending: str, cod
     assert "the last words" in command.stderr
     if code == 139:
         assert "script.py" in command.stderr, "faulthandler's stack is in the tail of the log"
-
-
-def test_a_users_mistake_on_every_rank_is_one_message(tmp_path: Path) -> None:
-    script = """
-        import evenstep
-        evenstep.init(transport="pigeon")
-    """
-    code, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
-    assert code == 78
-    assert command.stderr.count("pigeon") == 1
-    assert "Traceback" not in command.stderr
-    assert "script.py, line 3" in command.stderr
-
-
-@pytest.mark.extended
-def test_an_attempt_that_keeps_failing_ends_with_the_culprits_status(tmp_path: Path) -> None:
-    code, command = call(
-        tmp_path, ["--nproc-per-node", "1", "--max-restarts", "1", "script.py"], "import sys; sys.exit(9)"
-    )
-    assert code == 9
-    assert command.stderr.count("restarting all ranks") == 1
-    assert command.stderr.count("exited with status 9") == 2
 
 
 def test_a_rank_that_told_of_its_end_and_lingers_is_stopped_and_keeps_its_status(tmp_path: Path) -> None:
@@ -280,29 +241,10 @@ def test_where_node_0_is_gone_with_its_store_the_others_end_with_a_line(tmp_path
 
 def test_ctrl_c_while_the_ranks_still_start_is_one_line_too(tmp_path: Path) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
-    command.wait_until(lambda: len(command.processes()) >= 4)  # the template is one of them
+    command.wait_until(lambda: len(children(command.process.pid)) >= 3)  # the template is one of them
     command.process.send_signal(signal.SIGINT)
     assert command.wait() == 130
     assert "Traceback" not in command.stderr
-    assert command.leaves_no_process()
-
-
-def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
-    script = """
-        import os, signal, time
-        signal.signal(signal.SIGINT, lambda *_: open(f"heard-{os.environ['RANK']}", "w").close())
-        open(f"up-{os.environ['RANK']}", "w").close()
-        while True:
-            time.sleep(1)
-    """
-    command = start(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "60", "script.py"], script)
-    command.wait_until(lambda: is_up(command))
-    command.process.send_signal(signal.SIGINT)
-    command.wait_until((tmp_path / "heard-1").exists)
-    command.process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    assert command.wait() == 130
-    assert time.monotonic() - started < 20
     assert command.leaves_no_process()
 
 
@@ -327,21 +269,16 @@ def test_who_ignores_sigterm_is_killed_after_the_timeout_with_its_children(tmp_p
     assert command.leaves_no_process()
 
 
-@pytest.mark.parametrize("kind", ["python", "program"])
-def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> None:
-    target = {"python": ["script.py"], "program": ["--no-python", "sh", "-c", "touch up-$RANK; exec sleep 100"]}[kind]
-    command = start(tmp_path, ["--nproc-per-node", "2", *target], WAITS)
-    command.wait_until(lambda: is_up(command))
-    assert len(command.processes()) == 5, "launcher, template, guard, two ranks"
-    os.kill(command.process.pid, signal.SIGKILL)
-    command.process.wait()
-    assert command.leaves_no_process(within_s=1.0)
-    (logs,) = command.left_files()
-    assert logs.startswith("evenstep-logs-")
-
-
-@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
-def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        ["script.py"],
+        ["--no-python", "sh", "-c", "sleep 100 & touch up-$RANK; exec sleep 100"],
+        pytest.param(["--cold-start", "script.py"], marks=pytest.mark.extended),
+    ],
+    ids=["python", "program", "cold"],
+)
+def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path, target: list[str]) -> None:
     """Within a second. What ranks have started doesn't get the signal by which the kernel ends ranks."""
     script = """
         import os, subprocess, time
@@ -349,7 +286,7 @@ def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: P
         open(f"up-{os.environ['RANK']}", "w").close()
         time.sleep(100)
     """
-    command = start(tmp_path, ["--nproc-per-node", "2", *flags, "script.py"], script)
+    command = start(tmp_path, ["--nproc-per-node", "2", *target], script)
     command.wait_until(lambda: is_up(command))
     assert len(command.processes()) >= 6, "launcher, two ranks with a process each, and what ends these"
     os.kill(command.process.pid, signal.SIGKILL)
@@ -382,22 +319,6 @@ def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
     last = command.stderr.splitlines()[-1]
     assert re.match(r"evenstep: rank 1 \(pid \d+\) is stopped \(state T\).* It was not continued, so the run", last)
     assert command.leaves_no_process()
-
-
-@pytest.mark.extended
-def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
-    script = STEPS.replace("100_000", "400").replace("if step == 100:", "if step == 100 or step == 399:")
-    script = script.replace("for step in", "import time\n        for step in").replace(
-        "            if step", "            time.sleep(0.005)\n            if step"
-    )
-    command = start(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    command.wait_until(lambda: is_up(command) and bool((tmp_path / "up-1").read_text()))
-    pid = int((tmp_path / "up-1").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    command.wait_until(lambda: f"kill -CONT {pid} continues it" in command.stderr)
-    os.kill(pid, signal.SIGCONT)
-    assert command.wait() == 0
-    assert f"rank 1 (pid {pid}) goes on" in command.stderr
 
 
 @pytest.mark.parametrize("holds_the_lock", [False, True])
@@ -466,33 +387,6 @@ def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code:
     status, command = call(tmp_path, [*flags, "script.py"], TRAINS)
     assert status == code, command.stderr
     assert re.search(verdict, command.stderr, re.MULTILINE), command.stderr
-    assert command.leaves_no_process()
-
-
-@pytest.mark.parametrize(
-    ("rank", "step", "call_of_one", "before", "verdict"),
-    [
-        pytest.param(
-            1,
-            2,
-            "all_reduce(torch.ones(3, 5, 7))",
-            "optimizer.step()",
-            r"rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
-            marks=pytest.mark.extended,
-        ),
-        (0, 3, "broadcast(torch.ones(1), src=0)", "model.backward(", r"rank 0: broadcast"),
-    ],
-    ids=["shape", "order"],
-)
-def test_one_more_collective_of_one_rank_ends_with_72(
-    tmp_path: Path, rank: int, step: int, call_of_one: str, before: str, verdict: str
-) -> None:
-    more = f"if world.rank == {rank} and step == {step}: world.transport.{call_of_one}.wait()"
-    script = re.sub(rf"^( +)({re.escape(before)})", rf"\1{more}\n\1\2", TRAINS, flags=re.MULTILINE)
-    assert more in script
-    status, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    assert status == 72, command.stderr
-    assert re.search(rf"disagree in collective number \d+ .* {verdict}", command.stderr, re.MULTILINE), command.stderr
     assert command.leaves_no_process()
 
 

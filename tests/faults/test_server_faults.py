@@ -31,46 +31,35 @@ def counts(command: Command) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_a_worker_that_is_killed_costs_nothing_but_time(mode: str, tmp_path: Path):
-    """The others take its batches and go on."""
+    """The others take its batches and go on, also where restarts are allowed."""
     write_script(tmp_path, samples=60, epochs=4, batches_s=0.02, every=20, mode=mode)
-    command = start(tmp_path)
+    command = start(tmp_path, "--max-restarts", "2")
     command.wait_until(lambda: has_saved(tmp_path))
     os.kill(processes_of(command)[1], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
-    assert counts(command) == [("0", "4.0"), ("2", "4.0")] or counts(command) == [("2", "4.0"), ("0", "4.0")]
+    assert sorted(counts(command)) == [("0", "4.0"), ("2", "4.0")], command.stdout + command.stderr
+    assert "restarting" not in command.stderr
     assert re.search(
         r"worker 1 \(rank 1, pid \d+\) was killed by SIGKILL.*; the others go on without it", command.stderr
     )
     assert "worker 1 was lost; its batches go to the others" in command.stdout + command.stderr
 
 
-@pytest.mark.parametrize("mode", ["async", "bounded"])
-@pytest.mark.parametrize(("server", "every"), [(0, 10), (1, 45)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("server", "every", "mode"), [(0, 10, "async"), (1, 45, "bounded")])
 def test_a_server_that_is_killed_ends_the_attempt(server: int, every: int, mode: str, tmp_path: Path):
     """The next one goes on from the newest checkpoint, also over a whole epoch: every sample is applied once."""
-    write_script(tmp_path, samples=60, epochs=6, batches_s=0.02, every=every, mode=mode)
-    command = start(tmp_path, "--max-restarts", "2")
+    write_script(tmp_path, samples=60, epochs=12, batches_s=0.02, every=every, mode=mode)
+    command = start(tmp_path, "--max-restarts", "2", workers=2)
     command.wait_until(lambda: has_saved(tmp_path))
     time.sleep(0.01 * (every - 10))
-    os.kill(processes_of(command)[3 + server], signal.SIGKILL)
+    os.kill(processes_of(command)[2 + server], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
-    assert sorted(counts(command)) == [(str(worker), "6.0") for worker in range(3)], command.stdout + command.stderr
-    assert re.search(rf"rank {3 + server} \(pid \d+\) was killed by SIGKILL", command.stderr), command.stderr
+    assert sorted(counts(command)) == [(str(worker), "12.0") for worker in range(2)], command.stdout + command.stderr
+    assert re.search(rf"rank {2 + server} \(pid \d+\) was killed by SIGKILL", command.stderr), command.stderr
     assert "restarting all ranks: attempt 2 of 3" in command.stderr
     assert "resumed from" in command.stdout + command.stderr
     assert command.leaves_no_process()
-
-
-def test_a_worker_that_is_killed_is_not_replaced(tmp_path: Path):
-    """Also where restarts are allowed: the run ends well without it, and all samples count."""
-    write_script(tmp_path, samples=60, epochs=6, batches_s=0.02, every=20, mode="bounded")
-    command = start(tmp_path, "--max-restarts", "2")
-    command.wait_until(lambda: has_saved(tmp_path))
-    os.kill(processes_of(command)[1], signal.SIGKILL)
-    assert command.wait() == 0, command.stderr
-    assert sorted(counts(command)) == [("0", "6.0"), ("2", "6.0")], command.stdout + command.stderr
-    assert "the others go on without it" in command.stderr
-    assert "restarting" not in command.stderr
 
 
 def test_random_kills(tmp_path: Path, fresh_seed: int):
@@ -78,19 +67,6 @@ def test_random_kills(tmp_path: Path, fresh_seed: int):
     command, killed = run_with_kills(tmp_path, kills=5, seed=fresh_seed, pause_s=(0.3, 1.5))
     assert command.wait() == 0, (killed, command.stderr)
     assert {each for _, each in counts(command)} == {"25.0"}, (killed, command.stdout)
-
-
-def test_without_checkpoints_a_dead_server_ends_the_run(tmp_path: Path):
-    write_script(tmp_path, samples=60, epochs=200, batches_s=0.02, every=10, mode="async")
-    script = tmp_path / "train.py"
-    script.write_text(re.sub(r'    checkpoint="counts",\n    every_steps=\d+,\n', "", script.read_text()))
-    command = start(tmp_path, "--max-restarts", "0")
-    command.wait_until(lambda: len(processes_of(command)) == 5)
-    time.sleep(2)
-    os.kill(processes_of(command)[4], signal.SIGKILL)
-    assert command.wait() == 128 + signal.SIGKILL, command.stderr
-    assert re.search(r"rank 4 .*SIGKILL", command.stderr)
-    assert command.leaves_no_process()
 
 
 def test_a_stopped_worker_delays_nobody_in_async_and_is_named(tmp_path: Path):

@@ -66,12 +66,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 RUN = ["--nproc-per-node", "2", "--device", "cpu"]
 
 
-def test_a_run_whose_logs_go_elsewhere_needs_no_temporary_directory(full_disk: Path) -> None:
-    code, command = call(full_disk, [*RUN, "--log-dir", "logs", "script.py"], TRAINS)
-    assert code == 0, command.stderr
-    assert command.left_files() == ["of somebody else"]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_is_shown_where_the_disk_of_the_temporary_directory_is_full(full_disk: Path, rank: int) -> None:
     script = TRAINS.replace(

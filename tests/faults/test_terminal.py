@@ -109,6 +109,7 @@ def test_a_second_ctrl_c_on_a_terminal_kills(tmp_path: Path) -> None:
     script = """
         import os, signal, time
         signal.signal(signal.SIGINT, lambda *_: open(f"heard-{os.environ['RANK']}", "w").close())
+        time.sleep(1)  # on a busy machine the launcher isn't done yet with its start, of which Ctrl-C is another test
         with open(f"pid-{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
         while True:
@@ -155,17 +156,6 @@ def test_streams_that_are_full_or_closed_end_no_run(tmp_path: Path, streams: str
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
     assert (tmp_path / "told-1").exists()
-
-
-@pytest.mark.extended
-def test_a_full_standard_output_is_the_error_of_the_rank_that_prints(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SAYS))
-    command = [*RUN, "script.py"]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "failed: OSError: [Errno 28] No space left on device" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import gc
 import io
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -27,12 +24,10 @@ from evenstep.errors import (
     PeerLostError,
     RankFailedError,
 )
-from evenstep.ground.health import heartbeat
 from evenstep.testing import RankPool
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
-from tests.limits import no_descriptors
 
 CPU = torch.device("cpu")
 
@@ -80,39 +75,6 @@ def test_a_peer_killed_in_the_middle_is_named_at_once(tmp_path: Path, victim: in
         assert f"rank {victim} (pid" in text
         assert "whose process has ended" in text
         assert float(learned) - killed < 0.5
-
-
-def mismatches() -> list[str]:
-    texts = []
-    for case in range(4):
-        transport = connect()
-        odd = transport.rank == 1
-        calls: list[Any] = [
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros(7 if o else 6)),
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros((2, 3) if o else (3, 2))),
-            lambda t=transport, o=odd: t.all_reduce(torch.zeros(6, dtype=torch.int32 if o else torch.float32)),
-            lambda t=transport, o=odd: t.broadcast(torch.zeros(6), 0) if o else t.all_reduce(torch.zeros(6), "max"),
-        ]
-        started = time.monotonic()
-        with pytest.raises(MismatchError) as caught:
-            calls[case]().wait()
-        assert time.monotonic() - started < 2
-        with pytest.raises(MismatchError):  # and nothing is possible afterwards
-            transport.all_reduce(torch.zeros(1))
-        texts.append(str(caught.value))
-        transport.close()
-    return texts
-
-
-def test_a_mismatch_is_the_same_error_on_all_ranks(ranks: RankPool) -> None:
-    told = ranks.run(mismatches, 3)
-    assert told[0] == told[1] == told[2]
-    numel, shape, dtype, collective = told[0]
-    assert "ranks 0, 2: all_reduce(sum) of float32 [6]; rank 1: all_reduce(sum) of float32 [7]" in numel
-    assert "[3, 2]" in shape
-    assert "[2, 3]" in shape
-    assert "int32 [6]" in dtype
-    assert "ranks 0, 2: all_reduce(max) of float32 [6]; rank 1: broadcast from rank 0 of float32 [6]" in collective
 
 
 def refused_on_one_rank() -> list[tuple[str, str]]:
@@ -176,49 +138,6 @@ def test_what_all_ranks_refuse_is_no_call(ranks: RankPool) -> None:
     assert ranks.run(refused_on_all_ranks, 3) == [[3.0] * 10] * 3
 
 
-def come_late() -> str:
-    transport = connect(timeout_s=0.4)
-    world = evenstep.init(quiet=True)
-    text = ""
-    if transport.rank == 0:
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            transport.all_reduce(torch.zeros(3)).wait()
-        text = str(caught.value)
-    world.barrier()
-    transport.close()
-    return text
-
-
-def test_who_stays_away_is_named_at_the_deadline(ranks: RankPool) -> None:
-    text = ranks.run(come_late, 2)[0]
-    assert text.startswith("rank 0 waited 0.4 s in shared memory collective number 1, all_reduce(sum) of float32 [3]")
-    assert "Missing: rank 1 (pid " in text
-
-
-def leave_early() -> str:
-    transport = connect()
-    world = evenstep.init(quiet=True)
-    text = ""
-    if transport.rank == 1:
-        transport.all_reduce(torch.ones(2)).wait()
-        transport.close()
-        with pytest.raises(PeerLostError, match="has been closed"):
-            transport.all_reduce(torch.ones(2))
-    else:
-        transport.all_reduce(torch.ones(2)).wait()
-        with pytest.raises(PeerLostError) as caught:
-            transport.all_reduce(torch.ones(2)).wait()
-        text = str(caught.value)
-    world.barrier()
-    transport.close()
-    return text
-
-
-def test_a_peer_that_has_closed_is_named(ranks: RankPool) -> None:
-    assert "rank 0 lost rank 1 (pid" in (text := ranks.run(leave_early, 2)[0])
-    assert "closed its end" in text
-
-
 def given_up_on() -> str:
     """Rank 0 gives rank 1 up. Rank 1 comes, ends that call, and makes another."""
     world = evenstep.init(quiet=True)
@@ -277,77 +196,6 @@ def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None
     assert told.count("stopped (state T)") == 1
     assert "rank 1 (pid" in told
     assert "SIGCONT" in told
-
-
-def wait_for_a_late_peer() -> str:
-    transport = connect()
-    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)  # whatever an earlier test of these ranks has left
-    arrivals = transport._context.counters
-    arrivals.policy = dataclasses.replace(arrivals.policy, report_stopped_after_s=0.1, report_missing_after_s=0.3)
-    if transport.rank == 1:
-        time.sleep(1.5)
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        transport.all_reduce(torch.zeros(3)).wait()
-    transport.close()
-    return told.getvalue()
-
-
-def test_who_is_late_is_named_once_while_the_others_wait(ranks: RankPool) -> None:
-    told = ranks.run(wait_for_a_late_peer, 2)[0]
-    assert told.count("\n") == 1
-    waits = r"evenstep: rank 0 has waited 0\.\d s in .*all_reduce.*"
-    assert re.match(waits + r": rank 1 \(pid \d+, between steps( of step \d+)?\) is not there\.", told)
-
-
-def wait_without_descriptors() -> list[float]:
-    transport = connect()
-    if transport.rank == 1:
-        time.sleep(0.3)  # long enough for rank 0 to check on it
-    tensor = torch.ones(3)
-    with no_descriptors() if transport.rank == 0 else contextlib.nullcontext():
-        transport.all_reduce(tensor).wait()
-    transport.close()
-    return tensor.tolist()
-
-
-def test_who_has_no_descriptors_left_takes_nobody_for_dead(ranks: RankPool) -> None:
-    assert ranks.run(wait_without_descriptors, 2) == [[2.0] * 3] * 2
-
-
-def held() -> tuple[set[str], int, int]:
-    """Files in /dev/shm that this process maps (others are the guard's), descriptors, threads."""
-    gc.collect()
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    shm = {name for name in mapped if name.startswith("/dev/shm/")}
-    return shm, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
-
-def come_and_go() -> None:
-    evenstep.init(quiet=True).barrier()
-    connect().close()
-    evenstep.init(quiet=True).barrier()
-    before = held()
-    for _ in range(3):
-        transport = connect()
-        other = transport.split()
-        tensors = [transport.allocate(100_000, dtype=torch.float32, device=CPU) for _ in range(5)]
-        for tensor in tensors:
-            transport.all_reduce(tensor).wait()
-            other.broadcast(tensor, 0).wait()
-        other.close()
-        transport.close()
-        del tensors, tensor, transport, other
-    evenstep.init(quiet=True).barrier()
-    after = held()
-    assert after[0] - before[0] == set()
-    # What an earlier task of this process has closed may end meanwhile.
-    assert after[1] <= before[1], (before, after)
-    assert after[2] <= before[2], (before, after)
-
-
-def test_nothing_is_left_after_closing(ranks: RankPool) -> None:
-    ranks.run(come_and_go, 2)
 
 
 def shared_memory_in_use() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -69,52 +68,6 @@ def test_the_ranks_meet_and_train_as_one_process_does(tmp_path: Path, kind: str)
     assert done.stderr.count("evenstep: 2 ranks on 1 node, cpu, 1 thread per rank, shared memory") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_jobs_at_once_on_one_host_do_not_meet(tmp_path: Path, kind: str) -> None:
-    script = """
-        import pathlib, sys, time
-        import evenstep
-
-        with evenstep.init(quiet=True, device="cpu") as world:
-            jobs = world.exchange(sys.argv[1])
-            # Both are here at once.
-            (pathlib.Path.cwd().parent / f"{sys.argv[1]}-{world.rank}").touch()
-            while len(list(pathlib.Path.cwd().parent.glob("job?-*"))) < 4:
-                time.sleep(0.02)
-            print(f"rank {world.rank} {jobs}\\n", end="", flush=True)
-    """
-    started = []
-    for job in ("job1", "job2"):
-        (tmp_path / job).mkdir()
-        (tmp_path / job / "script.py").write_text(textwrap.dedent(script))
-        started.append(
-            subprocess.Popen(
-                [*mpiexec(kind), "-n", "2", PYTHON, "script.py", job],
-                cwd=tmp_path / job,
-                # Each Open MPI would make /tmp/ompi.<host>.<uid>. Of two that start at the same instant one fails now
-                # and then, because the other was faster ("mkdir ... File exists", 4.1.4).
-                env=clean_environment() | {"OMP_NUM_THREADS": "1", "OMPI_MCA_orte_tmpdir_base": str(tmp_path / job)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-            if any(process.poll() for process in started):
-                break  # the other would wait for it
-            time.sleep(0.05)
-        codes = [process.poll() for process in started]
-    finally:
-        for process in started:
-            process.terminate()
-        outs = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
-    for job, code, out in zip(("job1", "job2"), codes, outs, strict=True):
-        assert (code, lines(out)) == (0, [f"rank {rank} {[job, job]}" for rank in range(2)]), (codes, outs)
-
-
 def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -129,36 +82,6 @@ def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert f"can't listen at 127.0.0.1:{port}: port {port} is in use by pid" in done.stderr
     assert "another process listens there, and does not answer as rank 0 would" in done.stderr
-
-
-def test_evenstep_run_in_every_task_is_refused(tmp_path: Path) -> None:
-    """Two tasks would each start a world of its own."""
-    (tmp_path / "script.py").write_text("print('ran')")
-    done = subprocess.run(
-        [*mpiexec("openmpi"), "-n", "2", PYTHON, "-m", "evenstep", "run", "--nproc-per-node", "1", "script.py"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 78, done.stdout + done.stderr
-    assert "each would start a world of its own with `evenstep run`" in done.stderr
-    assert "ran" not in done.stdout
-
-
-def test_a_rank_that_fails_ends_the_job_with_its_message(tmp_path: Path) -> None:
-    script = """
-        import evenstep, torch
-
-        with evenstep.init(quiet=True, device="cpu") as world:
-            if world.rank == 1:
-                raise ValueError("bad sample")
-            world.barrier()
-    """
-    done = call(tmp_path, [*mpiexec("openmpi"), "-n", "2"], script)
-    assert done.returncode != 0
-    assert "ValueError: bad sample" in done.stderr
 
 
 SERVED = """

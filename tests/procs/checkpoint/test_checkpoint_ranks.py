@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import time
 import types
 from pathlib import Path
@@ -16,11 +17,9 @@ import pytest
 import torch
 
 import evenstep
-from evenstep import world as worlds
 from evenstep.checkpoint import checkpointer
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in
-from evenstep.checkpoint.lock import take_lock
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, UsageError
 from tests.checkpoint_runs import Training, assert_same, world_for_this_test
@@ -64,37 +63,6 @@ def test_2_3_1_4_ranks_in_turn_see_the_samples_of_one_undisturbed_run(ranks, tmp
         if isinstance(value, torch.Tensor) and name != "next torch":
             assert torch.allclose(value, expected[name], rtol=1e-9, atol=1e-9), name
     assert results[0][0]["position"] == expected["position"]
-
-
-class Sharded:
-    """A state that is divided over the ranks unevenly, as `ShardedOptimizer` divides its own."""
-
-    def __init__(self, world: evenstep.World, scale: float) -> None:
-        self.world = world
-        self.wholes = {
-            "exp_avg": scale * torch.arange(35.0).reshape(5, 7),
-            "step": scale * torch.ones(()),
-            "z": scale * torch.tensor([1j, 2.0, 3.0]),
-        }
-
-    def state_shards(self):
-        from types import SimpleNamespace
-
-        shards = []
-        for name, whole in self.wholes.items():
-            cuts = [whole.numel() * r * r // self.world.world_size**2 for r in range(self.world.world_size + 1)]
-            begin, end = cuts[self.world.rank : self.world.rank + 2]
-            values = whole.reshape(-1)[begin:end].clone()
-            path = ("state", 3, name)
-            shards.append(SimpleNamespace(path=path, shape=tuple(whole.shape), offset_numel=begin, values=values))
-        return {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}, shards
-
-    def state_dict(self):
-        raise AssertionError("nobody asks for the whole")
-
-    def load_state_dict(self, state):
-        assert state["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2, 3]}]
-        self.wholes = state["state"][3]
 
 
 # ---------------------------------------------------------------------- one outcome for all
@@ -144,39 +112,6 @@ def test_an_error_on_one_rank_is_raised_on_all_at_the_same_step(ranks, tmp_path,
     assert set(checkpoints_in(LocalDirectory(tmp_path))) == {2, num_steps[0]}
 
 
-def last_commit_fails(directory: Path, goes_on: bool, fails_again: bool):
-    """A quota that is full as rank 0 commits the last step, perhaps for a moment only."""
-    world = world_for_this_test()
-    failures = [] if world.rank else [1, 2][: 1 + fails_again]
-
-    def full(operation: str, path: str) -> None:
-        if path.endswith("manifest.json") and operation == "create" and "0000002" in path and failures:
-            failures.pop()
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    storage = LocalDirectory(directory, hook=full)
-    run = Training(
-        storage, world, every_minutes=None, every_steps=1, on_save_error="continue" if goes_on else "raise"
-    ).run_to(2)
-    began, told = time.monotonic(), ""
-    try:
-        run.checkpoint.close()
-    except CheckpointError as error:
-        told = str(error)
-    assert time.monotonic() - began < 20, "nobody waits for a rank that has left"
-    return told
-
-
-@pytest.mark.parametrize(
-    ("goes_on", "fails_again", "steps"), [(True, False, [1, 2]), (True, True, [1]), (False, False, [1])]
-)
-def test_ranks_agree_whether_the_last_step_is_saved_again(ranks, tmp_path, goes_on, fails_again, steps):
-    told, *others = ranks.run(last_commit_fails, 2, tmp_path, goes_on, fails_again)
-    assert list(checkpoints_in(LocalDirectory(tmp_path))) == steps
-    assert ("step 2 could not be saved" in told) == (2 not in steps)
-    assert others == [""], "rank 0 ends the run"
-
-
 class Apart(LocalDirectory):
     """A directory of the same name on each node's own disk; when it is opened a shared one, if `shares`."""
 
@@ -193,9 +128,12 @@ class Apart(LocalDirectory):
 def disks_of_their_own(directory: Path, shares: bool):
     world = world_for_this_test()
     model = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))
-    with mock.patch("evenstep.checkpoint.directory._SEEN_WITHIN_S", 0.5):
-        checkpoint = Checkpointer(Apart(directory, world.rank, shares), model=model, every_minutes=None)
+    checkpoint = Checkpointer(Apart(directory, world.rank, shares), model=model, every_minutes=None)
+    with mock.patch("evenstep.checkpoint.directory._SEEN_WITHIN_S", 0.5), pytest.raises(CheckpointError) as caught:
         checkpoint.save()
+    checkpoint._is_closed = True
+    checkpoint._release()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +146,9 @@ def disks_of_their_own(directory: Path, shares: bool):
 def test_a_directory_that_is_not_shared_is_refused(ranks, tmp_path, shares, message):
     """When it is opened; or, if it isn't shared any more, before there is a manifest."""
     LocalDirectory(tmp_path / "node1").put("lock-00001.json", [b"{}"])  # of an earlier job
-    with pytest.raises(CheckpointError, match=message):
-        ranks.run(disks_of_their_own, 2, tmp_path, shares)
+    first, second = ranks.run(disks_of_their_own, 2, tmp_path, shares)
+    assert first == second
+    assert re.search(message, first), first
     assert list(checkpoints_in(LocalDirectory(tmp_path / "node0"))) == []
 
 
@@ -262,20 +201,6 @@ def test_ranks_that_differ_are_an_error_on_all(ranks, tmp_path):
     assert list(checkpoints_in(LocalDirectory(tmp_path))) == []
 
 
-def locked(directory: Path):
-    world = world_for_this_test()
-    checkpoint = Checkpointer(directory, model=torch.nn.Linear(1, 1), every_minutes=None)
-    with pytest.raises(CheckpointError, match=f"belongs to another job: pid {os.getppid()}"):
-        checkpoint.resume()
-    world.barrier()
-
-
-def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
-    lock = take_lock(LocalDirectory(tmp_path), {})
-    ranks.run(locked, 2, tmp_path)
-    lock.release()
-
-
 def stops(directory: Path, slow: bool):
     world = world_for_this_test()
     run = Training(directory, world, every_minutes=None)
@@ -323,34 +248,6 @@ def test_one_rank_decides_when(ranks, tmp_path):
     found = list(checkpoints_in(LocalDirectory(tmp_path)))
     assert {10, 20, 30} <= set(found)
     assert len(found) >= 4
-
-
-def ends_with_a_sharded_optimizer(directory, seed, memory_format):
-    """A run that ends before its next save is due; returns the optimizer's state."""
-    if (left := worlds.initialised()) is not None:
-        left.close()
-    with evenstep.init(quiet=True, seed=seed):
-        module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Flatten(), torch.nn.Linear(36, 8))
-        model = evenstep.DistributedDataParallel(module.to(memory_format=memory_format))
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
-        checkpoint = evenstep.Checkpointer(directory, model=model, optimizer=optimizer, every_steps=100)
-        resumed = checkpoint.resume()
-        if resumed == 0:
-            for _ in range(3):
-                model.backward(model(torch.randn(4, 3, 4, 4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                checkpoint.step()
-        state = optimizer.state_dict()["state"]
-    return resumed, [state[number]["exp_avg"].tolist() for number in sorted(state)]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_the_end_saves_a_sharded_optimizer_though_its_transport_is_closed(ranks, tmp_path, fresh_seed, memory_format):
-    trained = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
-    resumed = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
-    assert [step for step, _ in trained] == [0, 0]
-    assert resumed == [(3, state) for _, state in trained]
 
 
 def goes_back_with_metrics(directory: Path):

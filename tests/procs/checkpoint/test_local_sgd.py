@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import UsageError
 from evenstep.testing import RankPool
 
 KINDS: dict[str, Any] = {
@@ -139,17 +139,3 @@ def without(what: str, where: Path) -> None:
 @pytest.mark.parametrize("what", ["alone", "both", "compiled"])
 def test_a_checkpoint_without_local_updates_is_refused(ranks: RankPool, tmp_path: Path, what: str) -> None:
     ranks.run(without, 2, what, tmp_path)
-
-
-def grown() -> None:
-    world = evenstep.init(quiet=True)
-    model, optimizer, local = build("momentum", 0)
-    for parameter in model.parameters():
-        optimizer.state[parameter]["seen"] = torch.zeros(2 + world.rank)
-    with pytest.raises(ConfigurationError, match=r"'seen' of parameter 0 is float32 \[3\] on rank 1 and float32 \[2\]"):
-        local.state_shards()
-    local.close()
-
-
-def test_states_of_different_shapes_are_refused(ranks: RankPool) -> None:
-    ranks.run(grown, 2)

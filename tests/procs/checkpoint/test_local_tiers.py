@@ -19,7 +19,9 @@ from tests.mesh_runs import LAYOUTS, Model, divided, mesh_of, whole_of
 
 
 def train(root: Path, kind: str, nodes: list[int], upto: int, resumes: bool):
-    """The step from which a rank has begun, and the end. Checkpoints are of steps 3 and 6, local copies of 2, 4 and 6.
+    """The step from which a rank has begun, the end, and the next random numbers.
+
+    Checkpoints are of steps 3 and 6, local copies of 2, 4 and 6.
 
     Args:
         root: Of the durable checkpoints and of the nodes' disks.
@@ -62,13 +64,14 @@ def train(root: Path, kind: str, nodes: list[int], upto: int, resumes: bool):
             model(torch.arange(12).view(3, 4).add(step) % 13).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            torch.rand(1)
             checkpoint.step()
         checkpoint.wait()
         checkpoint._tier.finish()
         state = whole_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         checkpoint._world_ended(RuntimeError("a rank is lost"))
         checkpoint._release()
-    return begun, state
+    return begun, state, torch.rand(2).tolist()
 
 
 @pytest.mark.parametrize(
@@ -91,10 +94,12 @@ def test_a_lost_node_costs_the_steps_since_a_copy_where_its_state_is_on_a_peer(
     ranks, tmp_path, kind, nodes, lost, nodes_then, begins
 ):
     """Nodes are lost, or all processes; there are fewer nodes then, or each has other ranks."""
-    expected = ranks.run(train, len(nodes), tmp_path / "undisturbed", kind, nodes, 7, False)[0][1]
+    undisturbed = ranks.run(train, len(nodes), tmp_path / "undisturbed", kind, nodes, 7, False)
     ranks.run(train, len(nodes), tmp_path / "run", kind, nodes, 5, False)
     for node in lost:
         shutil.rmtree(tmp_path / f"run/node{node}")
-    for begun, state in ranks.run(train, len(nodes_then), tmp_path / "run", kind, nodes_then, 7, True):
+    resumed = ranks.run(train, len(nodes_then), tmp_path / "run", kind, nodes_then, 7, True)
+    for rank, (begun, state, drawn) in enumerate(resumed):
         assert begun == begins
-        assert is_same(state, expected, 0.0 if len(nodes_then) == len(nodes) else 1e-12)
+        assert is_same(state, undisturbed[rank][1], 0.0 if len(resumed) == len(undisturbed) else 1e-12)
+        assert drawn == undisturbed[rank][2] or len(resumed) != len(undisturbed)

@@ -13,13 +13,11 @@ from unittest import mock
 
 import pytest
 
-from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import DamagedError
 from evenstep.checkpoint.load import mirror, restore
 from evenstep.checkpoint.load.mirror import find_once
 from evenstep.checkpoint.store import LocalDirectory, Storage
 from tests.checkpoint_runs import Training, assert_same, flip, world_for_this_test
-from tests.procs.checkpoint.test_checkpoint_ranks import Sharded
 
 FOLDER = "step-0000002-00001-1"
 NODES = [0, 0, 1, 1]
@@ -31,10 +29,6 @@ def save(directory: Path):
     run.checkpoint.save()
     state = run.everything()
     run.checkpoint.close()
-    other = Checkpointer(directory.with_name("sharded"), optimizer=Sharded(world, 1.0), every_minutes=None)
-    other.num_steps = 2
-    other.save()
-    other.close()
     return state
 
 
@@ -83,16 +77,12 @@ def load(directory: Path, fault: str):
     ):
         if fault == "unseen" and world.rank == 3:
             also.enter_context(mock.patch.object(mirror, "LocalDirectory", lambda path: LocalDirectory(f"{path}/none")))
-        if directory.name == "sharded":
-            objects, run = {"optimizer": Sharded(world, 0.0)}, None
-        else:
-            run = Training(directory.with_name("unused"), world, every_minutes=None, plain=True, seed=9)
-            objects = run.checkpoint.objects
-        found = find_once(storage, world, FOLDER, objects, strict=True)
-        restore.apply(found, world, objects, FOLDER)
+        run = Training(directory.with_name("unused"), world, every_minutes=None, plain=True, seed=9)
+        found = find_once(storage, world, FOLDER, run.checkpoint.objects, strict=True)
+        restore.apply(found, world, run.checkpoint.objects, FOLDER)
         world.exchange(None)
         assert not [*temporary.iterdir()]
-    return run and run.everything(), storage.counts, lines
+    return run.everything(), storage.counts, lines
 
 
 def read_over(results, directory: Path) -> dict[str, float]:
@@ -114,8 +104,6 @@ def test_each_node_reads_each_file_once(ranks, tmp_path):
         assert times == {2.0} if not fault else max(times) > 2
         if fault == "full":
             assert "No space left" in results[0][2][0]
-    results = ranks.run(load, 4, tmp_path / "sharded", "")
-    assert set(read_over(results, tmp_path / "sharded").values()) == {2.0}, "every rank reads all shards"
 
 
 def test_a_damaged_file_is_damage(ranks, tmp_path):

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
 import evenstep
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.lock import place_of
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.checkpoint.tier import LocalTier
-from tests.checkpoint_runs import Training, assert_same, world_for_this_test
+from tests.checkpoint_runs import Training, world_for_this_test
 
 
 @contextlib.contextmanager
@@ -41,51 +41,6 @@ def generations(root: Path, node: int) -> dict[int, Path]:
     return {place_of(path.parent.name).step: path.parent for path in folders}
 
 
-def run_of(
-    root: Path, world: evenstep.World, *, resumes: bool, hook: Any = None, durable_hook: Any = None, **options: Any
-) -> Training:
-    local = root / f"node{world.node_rank}"
-    return Training(
-        root / "saved" if durable_hook is None else LocalDirectory(root / "saved", hook=durable_hook),
-        world,
-        every_minutes=None,
-        seed=50 + world.rank if resumes else 1,
-        local=local if hook is None else LocalDirectory(local, hook=hook),
-        **{"every_steps": 10, "local_every_steps": 2, **options},
-    )
-
-
-def train(root: Path, upto: int, resumes: bool, ranks_each: int):
-    """What a rank resumed from, has at the end, and has printed; it ends as a killed one does, with step `upto`."""
-    told = io.StringIO()
-    with on_nodes(ranks_each) as world, contextlib.redirect_stderr(told):
-        run = run_of(root, world, resumes=resumes)
-        began = run.checkpoint.resume()
-        run.run_to(upto)
-        state = run.everything()
-        tier = run.checkpoint._tier
-        assert tier is not None
-        tier.finish()
-        run.checkpoint.wait()
-        run.checkpoint._release()
-    return began, state, told.getvalue()
-
-
-@pytest.mark.parametrize("ranks_each", [2, 1])
-def test_every_rank_goes_on_bit_for_bit_from_the_local_copies(ranks, ranks_each, tmp_path):
-    straight = ranks.run(train, 2, tmp_path / "a", 17, False, ranks_each)
-    ranks.run(train, 2, tmp_path / "b", 15, False, ranks_each)
-    second = ranks.run(train, 2, tmp_path / "b", 17, True, ranks_each)
-    for rank in range(2):
-        assert second[rank][0] == 14
-        assert_same(second[rank][1], straight[rank][1])
-    assert "resumed from the local copies of step 14 (durable: 10)" in second[0][2]
-    assert second[1][2] == ""
-    assert [step for node in range(2 // ranks_each) for step in generations(tmp_path / "b", node)] == [16] * (
-        2 // ranks_each
-    )
-
-
 def save_often(root: Path, delay_s: float):
     """Local copies of each step, whose leader removes the one before late; what was printed."""
     told = io.StringIO()
@@ -96,11 +51,17 @@ def save_often(root: Path, delay_s: float):
         remove(tier, *keeps)
 
     with on_nodes(2) as world, contextlib.redirect_stderr(told), mock.patch.object(LocalTier, "_remove", late):
-        run = run_of(root, world, resumes=False, local_every_steps=1).run_to(9)
-        tier = run.checkpoint._tier
+        kinds = {"every_steps": 10, "every_minutes": None, "local": root / "node0", "local_every_steps": 1}
+        run = Training(root / "saved", world, **kinds)
+        tier, num_keys = run.run_to(1).checkpoint._tier, set[int]()
         assert tier is not None
-        tier.finish()
-        world.barrier()
+        for step in (3, 9):
+            run.run_to(step)
+            tier.finish()
+            world.barrier()
+            num_keys.add(world.store.num_keys())
+            world.barrier()
+        assert len(num_keys) == 1, "the store does not grow with saves"
         held = sorted(generations(root, 0))
         run.checkpoint._release()
     return held, told.getvalue()
@@ -120,7 +81,13 @@ def local_steps(root: Path, upto: int, resumes: bool):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     local = evenstep.LocalSGD(model, optimizer, every=3)
     checkpoint = Checkpointer(
-        root / "saved", model=model, local_sgd=local, every_minutes=None, local=root / "local", local_every_steps=1
+        root / "saved",
+        model=model,
+        local_sgd=local,
+        every_minutes=None,
+        every_steps=2,
+        local=root / "local",
+        local_every_steps=1,
     )
     began = checkpoint.resume()
     for step in range(began, 3 * upto):
@@ -131,6 +98,7 @@ def local_steps(root: Path, upto: int, resumes: bool):
         with contextlib.redirect_stderr(told):
             checkpoint.step()
     checkpoint._tier.finish()
+    checkpoint.wait()
     assert ("a lost process costs at most 3 + 3 steps" in told.getvalue()) == world.is_main
     kept = [p.detach().clone() for p in model.parameters()]
     kept += [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
@@ -142,6 +110,7 @@ def local_steps(root: Path, upto: int, resumes: bool):
 def test_local_sgd_goes_on_from_the_last_exchange(ranks, tmp_path):
     straight = ranks.run(local_steps, 2, tmp_path / "a", 4, False)
     ranks.run(local_steps, 2, tmp_path / "b", 2, False)
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "b" / "saved"))) == [3, 6], "due behind steps 2, 4 and 6"
     second = ranks.run(local_steps, 2, tmp_path / "b", 4, True)
     for rank in range(2):
         assert second[rank][0] == 6

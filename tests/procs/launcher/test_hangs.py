@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.failure import stacks as stacks_of_ranks
-from evenstep.launcher.failure.stacks import WorkerStacks
-from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
 from tests.commands import Command, call, start
 
 SCRIPT = """
@@ -145,33 +138,3 @@ def test_a_script_with_handlers_of_its_own_for_user_signals_keeps_them(tmp_path:
     code, command = call(tmp_path, FLAGS, script)
     assert code == 0, command.stderr
     assert "is here:" in command.stderr
-
-
-@pytest.mark.extended
-def test_a_worker_that_answers_late_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy node, a process may not run for a while."""
-    script, stacks = tmp_path / "worker.py", tmp_path / "stacks"
-    script.write_text(
-        "import faulthandler, signal, sys, time\n"
-        f"faulthandler.register({int(STACK_SIGNAL)}, file=open(sys.argv[1], 'ab'), all_threads=True)\n"
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(STACK_SIGNAL)}])\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(1.2)\n"
-        f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(STACK_SIGNAL)}])\n"
-    )
-    with subprocess.Popen([sys.executable, script, stacks], stdout=subprocess.PIPE) as worker:
-        try:
-            assert worker.stdout is not None
-            worker.stdout.readline()
-            asked, lines = WorkerStacks(), list[str]()
-            monkeypatch.setattr(stacks_of_ranks, "children", lambda pid: [worker.pid])  # and no ranks of other tests
-            asked.ask(3, os.getpid(), stacks)
-            deadline = time.monotonic() + 60
-            while not lines and time.monotonic() < deadline:
-                lines = asked.look()
-                time.sleep(0.25)
-        finally:
-            worker.kill()
-    (line,) = lines
-    assert line.startswith(f"a worker of rank 3's loader (pid {worker.pid}) is here:\n"), line
-    assert "signal.SIG_UNBLOCK" in line, line

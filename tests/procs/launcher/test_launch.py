@@ -169,41 +169,10 @@ def test_a_mistake_in_a_script_is_one_message_and_a_status(tmp_path: Path, call:
     assert re.fullmatch(rf"evenstep: {told}\n", done.stderr), done.stderr
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_a_parent_that_is_killed_or_interrupted(tmp_path: Path, sent: signal.Signals) -> None:
-    # In the background of a shell, interrupts are ignored by whoever doesn't ask for them.
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    program += (
-        f"import evenstep; from {__name__} import leave_pids; evenstep.launch(leave_pids, 2, ({str(tmp_path)!r},))"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-    files = [tmp_path / "0", tmp_path / "1"]
-    deadline = time.monotonic() + 90
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    pids = [int(file.read_text()) for file in files]
-    parent.send_signal(sent)
-    _, err = parent.communicate(timeout=60)
-    assert parent.returncode == -sent
-    assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
-    deadline = time.monotonic() + 2
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_running, pids))
-
-
 def start_sleepers(directory: str) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     Path(directory, os.environ["RANK"]).write_text(str(sleeper.pid))
     time.sleep(60)
-
-
-def fail_beside_sleepers(directory: str) -> None:
-    sleeper = subprocess.Popen(["sleep", "60"])
-    Path(directory, os.environ["RANK"]).write_text(str(sleeper.pid))
-    sleepers_of(Path(directory))
-    raise ValueError("as asked")
 
 
 def sleepers_of(directory: Path) -> list[int]:
@@ -222,48 +191,22 @@ def are_gone(pids: list[int], *, within_s: float) -> bool:
     return not any(map(is_running, pids))
 
 
-def test_what_ranks_have_started_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
+def test_what_ranks_have_started_ends_with_a_parent_that_is_killed(tmp_path: Path, sent: signal.Signals) -> None:
     """Within a second. What ranks have started doesn't get the signal by which the kernel ends ranks."""
     program = (
+        # In the background of a shell, interrupts are ignored by whoever doesn't ask for them.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import evenstep; from {__name__} import start_sleepers\n"
         f"evenstep.launch(start_sleepers, 2, ({str(tmp_path)!r},))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program])
+    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     pids = sleepers_of(tmp_path)
-    parent.kill()
-    parent.wait()
+    parent.send_signal(sent)
+    _, err = parent.communicate(timeout=60)
+    assert parent.returncode == -sent
+    assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
     assert are_gone(pids, within_s=1.0)
-
-
-@pytest.mark.extended
-def test_what_ranks_have_started_ends_with_a_task_that_failed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="as asked"):
-        evenstep.launch(fail_beside_sleepers, 2, (str(tmp_path),))
-    assert are_gone(sleepers_of(tmp_path), within_s=1.0)
-
-
-def test_an_interrupt_that_does_not_wake_the_parent_is_noticed_all_the_same(tmp_path: Path) -> None:
-    """As one that comes just before the parent sleeps: python has noted it, and the sleep isn't cut short by it."""
-
-    def interrupt_from_here() -> None:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "0").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        sent_at.append(time.monotonic())
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # it is this thread that wakes
-
-    sent_at: list[float] = []
-    thread = threading.Thread(target=interrupt_from_here)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    try:
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            evenstep.launch(leave_pids, 1, (str(tmp_path),))
-    finally:
-        signal.signal(signal.SIGINT, before)
-        thread.join()
-    assert time.monotonic() - sent_at[0] < 20
-    assert not is_running(int((tmp_path / "0").read_text()))
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -63,30 +63,6 @@ def test_what_a_library_counts_at_pythons_end_is_released(tmp_path: Path) -> Non
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ends", ["", "raise SystemExit(0)", "import threading; threading.Timer(0.2, int).start()"])
-def test_also_what_was_imported_before_the_script(tmp_path: Path, ends: str) -> None:
-    """As in the ranks of a second attempt, which have what the first one's optimizers imported."""
-    (tmp_path / "site").mkdir()
-    rank_alone = "import os\nif 'RANK' in os.environ:\n" + textwrap.indent(textwrap.dedent(BINDS), "    ")
-    (tmp_path / "site" / "sitecustomize.py").write_text(rank_alone)
-    (tmp_path / "script.py").write_text(ends)
-    flags = [*RUN, "--all-ranks", "script.py"]
-    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
-    # Ranks are new pythons where the launcher itself was started with an option.
-    command = subprocess.run(
-        [sys.executable, "-B", "-m", "evenstep", "run", *flags],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert (command.returncode, command.stderr) == (0, ANNOUNCED)
-    assert sorted(command.stdout.splitlines()) == ["[rank 1] released", "released"]
-
-
-@pytest.mark.extended
 def test_a_failing_rank_adds_its_traceback_and_lines_of_ours(tmp_path: Path) -> None:
     script = TRAINS + "    if world.rank == 1:\n        raise KeyError('boom')\n"
     code, command = call(tmp_path, [*RUN, "script.py"], script)

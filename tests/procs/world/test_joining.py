@@ -132,25 +132,6 @@ def test_a_world_that_was_closed_can_be_made_again(tmp_path, launcher):
     assert (result.returncode, result.stdout) == (0, "0.5 shared memory\n"), result.stderr
 
 
-@pytest.mark.extended
-def test_ranks_that_were_launched_must_call_init(tmp_path):
-    result = run(
-        tmp_path,
-        "import torch, evenstep\nevenstep.DistributedDataParallel(torch.nn.Linear(1, 1))",
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    )
-    assert result.returncode != 0
-    assert "evenstep.init() has not been called" in result.stderr
-
-
-@pytest.mark.extended
-def test_a_launcher_that_cannot_be_joined_is_named(tmp_path):
-    result = run(tmp_path, "import evenstep\nevenstep.init()", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
-    assert result.returncode != 0
-    assert "OMPI_COMM_WORLD_SIZE=2" in result.stderr
-    assert "Set the missing ones on every rank" in result.stderr
-
-
 CHILD = """
 import subprocess, sys
 import evenstep

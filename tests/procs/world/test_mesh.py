@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.errors import ConfigurationError
 
 
 def alone(fn: Callable[[], Any], **arguments: Any) -> Any:
@@ -100,57 +100,6 @@ def check_shares(ranks, mesh, data_ranks):
 
 def run_shares(mesh):
     return alone(shares, mesh=mesh)
-
-
-def in_one_process():
-    world = worlds.current()
-    assert world.mesh is not None
-    assert world.mesh.shape == (1, 1)
-    assert (world.data_rank, world.data_size, world.process_group) == (0, 1, None)
-    return world.mesh.mesh_dim_names
-
-
-def run_in_one_process():
-    names = alone(in_one_process, mesh={"shard": -1, "tensor": 1})
-    assert not dist.is_initialized()
-    return names
-
-
-def test_one_process_has_a_mesh_too(ranks):
-    assert ranks.run(run_in_one_process, 1) == [("shard", "tensor")]
-
-
-def refused(arguments, differs):
-    before = worlds.initialised()
-    if before is not None:
-        before.close()
-    if differs and dist.is_initialized() is False:
-        rank = int(evenstep.ground.environment.current_placement().rank)
-        arguments = arguments if rank else {"mesh": {"shard": 2}}
-    try:
-        evenstep.init(quiet=True, **arguments)
-    except evenstep.EvenstepError as error:
-        assert worlds.initialised() is None
-        with evenstep.init(quiet=True) as world:
-            return type(error).__name__, str(error), world.mean(float(world.rank))
-    raise AssertionError("no error")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "differs", "kind", "told"),
-    [
-        ({"mesh": {"shard": 3}}, False, ConfigurationError, "shard 3 is a mesh of 3 ranks, but there are 2 ranks"),
-        ({"mesh": {"data": 2}}, False, ConfigurationError, "the dimension='data'"),
-        ({"mesh": {"shard": 2}, "reproducible": True, "seed": 0}, False, ConfigurationError, "exclude each other"),
-        ({"mesh": {"tensor": 2}}, True, MismatchError, "mesh is {'shard': 2} on rank 0 and {'tensor': 2} on rank 1"),
-    ],
-)
-def test_a_wrong_mesh_is_one_error_on_all_ranks(ranks, arguments, differs, kind, told):
-    found = ranks.run(refused, 2, arguments, differs)
-    assert {each[0] for each in found} == {kind.__name__}
-    assert len({each[1] for each in found}) == 1
-    assert told in found[0][1]
-    assert {each[2] for each in found} == {0.5}
 
 
 def adopted(backend):

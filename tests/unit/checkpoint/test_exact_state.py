@@ -11,7 +11,6 @@ from torch import nn
 
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.errors import CheckpointError
 
 KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -69,31 +68,3 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(
     for ours, theirs in zip(resumed, undisturbed, strict=True):
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
         assert torch.equal(ours, theirs)
-
-
-class Box:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"__metadata__": torch.ones(3)}, r"box\['__metadata__'\] has a name that safetensors files reserve"),
-        ({"text": "\ud83d\ude00"}, r"box\['text'\] is a text with half of a character"),
-        ({"\ud83d\ude00": 1}, "is a text with half of a character"),
-        ({1: {"\ud83d": torch.ones(3)}}, "is a text with half of a character"),
-    ],
-)
-def test_what_could_not_be_read_again_is_refused_when_saving(tmp_path: Path, state: Any, message: str) -> None:
-    with World.alone(device="cpu") as world:
-        checkpoint = Checkpointer(tmp_path, world=world, every_minutes=None, box=Box(state))
-        with pytest.raises(CheckpointError, match=message):
-            checkpoint.save()
-        checkpoint._release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import itertools
 import json
 import math
 import random
@@ -20,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.payload import Entry, bytes_of, parse_header, plan_layout
@@ -154,19 +152,8 @@ def test_types_that_schedulers_and_optimizers_keep_come_back():
     assert math.isnan(there_and_back({"x": math.nan})["x"])
 
 
-def test_a_module_keeps_the_versions_of_its_parts():
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    back = there_and_back(module.state_dict())
-    assert back._metadata == dict(module.state_dict()._metadata)
-    module.load_state_dict(back)
-
-
 class Word(str, enum.Enum):
     YES = "yes"
-
-
-class Names(list):
-    pass
 
 
 class Point(typing.NamedTuple):
@@ -179,9 +166,14 @@ class Odd:
         return "odd"
 
 
+ENDLESS: dict[str, object] = {}
+ENDLESS["self"] = ENDLESS
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
+        (ENDLESS, "contains itself"),
         (
             {"a": [1, {"b": Odd()}]},
             r"thing\['a'\]\[1\]\['b'\] is a .*Odd, which can't be saved, because checkpoints contain no pickle",
@@ -191,10 +183,10 @@ class Odd:
         ({Odd(): 1}, "has the key odd of type Odd"),
         ({"t": torch.eye(2).to_sparse()}, r"thing\['t'\] is a torch.sparse_coo tensor"),
         ({"n": numpy.arange(3, dtype=">i4")}, r"thing\['n'\] is a numpy array of dtype >i4"),
-        ({"s": Word.YES}, r"thing\['s'\] is a .*Word, which can't be saved"),
+        ({"text": "\ud83d\ude00"}, r"thing\['text'\] is a text with half of a character"),
+        ({1: {"\ud83d": torch.ones(3)}}, "is a text with half of a character"),
         ({"s": numpy.str_("a")}, r"thing\['s'\] is a numpy.str_"),
         ({"p": Point(1, 2)}, r"thing\['p'\] is a .*Point"),
-        ({"l": Names(["x"])}, r"thing\['l'\] is a .*Names"),
         ({"d": collections.defaultdict(list)}, r"thing\['d'\] is a collections.defaultdict"),
         ({"m": numpy.ma.array([1], mask=[1])}, r"thing\['m'\] is a numpy.ma.*MaskedArray"),
         ({Word.YES: 1}, r"Word.YES.* is a .*Word, which can't be saved"),
@@ -212,13 +204,6 @@ def test_what_earlier_versions_have_saved_is_read():
     """Sizes as tuples, numbers of numpy's as arrays, ordered dictionaries as plain ones."""
     structure = {"size": {"~tuple": [1, 2]}, "n": {"~array": "n"}, "d": {"~dict": [[1, {"a": 2}]]}}
     assert unflatten(structure, {"n": torch.tensor(2)}) == {"size": (1, 2), "n": 2, "d": {1: {"a": 2}}}
-
-
-def test_a_state_that_holds_itself_is_refused():
-    state = {}
-    state["self"] = state
-    with pytest.raises(ConfigurationError, match="contains itself"):
-        flatten(state, "thing")
 
 
 def test_a_conjugate_is_no_twin():
@@ -341,47 +326,9 @@ def test_a_copy_of_no_part_is_refused(changes):
         manifests.decode(content)
 
 
-@given(st.data())
-@settings(deadline=None)
-def test_what_nodes_hold_between_them_can_be_read(data):
-    """Tensors in random parts on random nodes: readable as long as each part is on one that is there, and no longer."""
-    nodes = range(data.draw(st.integers(1, 4), "nodes"))
-    files = {node: f"model-n{node}.safetensors" for node in nodes}
-    tensors, holders = {}, []
-    for number in range(data.draw(st.integers(0, 4), "tensors")):
-        cuts = [0, *sorted(data.draw(st.sets(st.integers(1, 11), max_size=3), "cuts")), 12]
-        parts, copies = [], []
-        for begin, end in itertools.pairwise(cuts):
-            on = data.draw(st.lists(st.sampled_from(nodes), min_size=1, unique=True), "on")
-            crc = data.draw(st.integers(0, 1), "crc")
-            first, *others = (
-                manifests.Part(files[node], f"{number}.{begin}.{node}", begin, end - begin, crc) for node in on
-            )
-            parts.append(first)
-            copies += others
-            holders.append((f"t{number}", begin, [files[node] for node in on]))
-        tensors[f"t{number}"] = manifests.TensorEntry("float32", (3, 4), tuple(parts), tuple(copies))
-    manifest = some_manifest(
-        objects={"model": manifests.ObjectEntry("Linear", {}, tensors)},
-        files={name: manifests.FileEntry(1000, 64, 9, node) for node, name in files.items()},
-    )
-    assert manifests.decode(manifests.encode(manifest)) == manifest
-    assert manifest.choose(files.values()) == manifest
-    here, there = (data.draw(st.sets(st.sampled_from([*files.values()])), name) for name in ("here", "there"))
-    chosen = manifest.choose(here, there)
-    assert (chosen is None) == any(not {*on} & (here | there) for _, _, on in holders)
-    if chosen is not None:
-        manifests.validate(chosen)
-        found = {(name, part.start): part for name, t in chosen.objects["model"].tensors.items() for part in t.parts}
-        for name, begin, on in holders:
-            best = next(file for files in (here, there) for file in on if file in files)
-            part = found[name, begin]
-            assert part.file == best
-            assert part in (*tensors[name].parts, *tensors[name].copies)
-
-
 def test_every_flipped_bit_and_every_truncation_of_a_manifest_is_found():
     content = manifests.encode(with_copies())
+    assert manifests.decode(content) == with_copies()
     for position in range(len(content) * 8):
         flipped = bytearray(content)
         flipped[position // 8] ^= 1 << position % 8

@@ -16,7 +16,6 @@ from evenstep.checkpoint.format.regions import whole
 from evenstep.checkpoint.load.layouts import Layout
 from evenstep.checkpoint.load.reader import read_objects
 from evenstep.checkpoint.store import LocalDirectory
-from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import flip
 
 STEP = "step-0000000-00001-1"
@@ -32,10 +31,6 @@ def save(directory: Path, **objects) -> Path:
 def load(storage, model: nn.Module) -> nn.Module:
     Checkpointer(storage, world=World.alone(device="cpu"), every_minutes=None, model=model).load(0)
     return model
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
 def test_parts_of_a_tensor_come_to_their_place(tmp_path: Path):
@@ -55,12 +50,6 @@ class Turning(nn.Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-class Keeping(nn.Linear):
-    def load_state_dict(self, state, *args, **kwargs):
-        self.kept = state
-        return super().load_state_dict(state, *args, **kwargs)
-
-
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3))
 
@@ -71,48 +60,13 @@ def hooked() -> nn.Module:
     return model
 
 
-def wrapped() -> nn.Module:
-    model = nn.Linear(3, 3)
-    load_plainly = model.load_state_dict
-    model.load_state_dict = lambda state, *rest, **options: load_plainly(state, *rest, **options)
-    return model
-
-
-@pytest.mark.parametrize("build", [lambda: nn.Sequential(Turning(3, 3)), hooked, lambda: Keeping(3, 3), wrapped])
+@pytest.mark.parametrize("build", [lambda: nn.Sequential(Turning(3, 3)), hooked])
 def test_a_model_may_do_more_than_copying(tmp_path: Path, build):
     saved, model, expected = build(), build(), build()
     save(tmp_path, model=saved)
     load(tmp_path, model)
     expected.load_state_dict({name: tensor.clone() for name, tensor in saved.state_dict().items()})
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def test_tied_and_transposed_tensors_are_loaded_as_torch_does(tmp_path: Path):
-    """Two saved tensors and one place for them: the later one wins, as `load_state_dict` has it."""
-    saved = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    save(tmp_path, model=saved)
-
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        model[2].weight = nn.Parameter(torch.randn(3, 3).t())
-        return model
-
-    model, expected = tied(), tied()
-    load(tmp_path, model)
-    expected.load_state_dict(saved.state_dict())
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def test_damage_leaves_the_model_as_it_was(tmp_path: Path):
-    directory = save(tmp_path, model=network(), other=nn.Linear(3, 3))
-    flip(directory / STEP / "other.safetensors", 8 * ((directory / STEP / "other.safetensors").stat().st_size - 1))
-    model, other = network(), nn.Linear(3, 3)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpoint = Checkpointer(directory, world=World.alone(device="cpu"), model=model, other=other)
-    with pytest.raises(CheckpointError, match=r"other.safetensors: tensor other/"):
-        checkpoint.load(0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_every_checksum_is_confirmed_whatever_else_the_ranks_of_a_node_read(tmp_path: Path):

@@ -6,10 +6,8 @@ import errno
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,39 +15,23 @@ from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint import tools
 from evenstep.checkpoint.lock import LockedError, look, take_lock
 from evenstep.checkpoint.store import LocalDirectory
-from evenstep.errors import CheckpointError
 
 
-def try_lock(directory, connection):
-    try:
-        lock = take_lock(LocalDirectory(directory), {})
-    except LockedError as error:
-        connection.send(str(error))
-        connection.recv()
-    else:
-        connection.send("taken")
-        connection.recv()
-        lock.release()
+def hold_lock(directory, connection):
+    lock = take_lock(LocalDirectory(directory), {})
+    connection.send("taken")
+    connection.recv()
+    lock.release()
 
 
 def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_path: Path):
-    lock = take_lock(LocalDirectory(tmp_path), {})
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=try_lock, args=(tmp_path, theirs))
-    child.start()
-    told = ours.recv()
-    assert f"belongs to another job: pid {os.getpid()} on " in told
-    assert "give this job another directory" in told
-    assert "no heartbeat for 60 s loses the lock" in told
-    assert told.endswith(f"evenstep checkpoint unlock {tmp_path}")
-    ours.send("go")
-    child.join()
-    lock.release()
-    child = context.Process(target=try_lock, args=(tmp_path, theirs))
+    child = context.Process(target=hold_lock, args=(tmp_path, theirs))
     child.start()
     assert ours.recv() == "taken"
-    with pytest.raises(LockedError, match=f"pid {child.pid}"):
+    why = f"belongs to another job: pid {child.pid} on .* another directory.*60 s loses.*checkpoint unlock {tmp_path}$"
+    with pytest.raises(LockedError, match=why):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=60)  # it is seen to run: nothing to wait for
     with pytest.raises(LockedError, match=f"pid {child.pid} .*End it first"):
         tools.unlock(str(tmp_path))
@@ -131,18 +113,12 @@ def test_a_lock_that_somebody_removed_is_put_back_if_nobody_took_it(tmp_path: Pa
     assert is_released(tmp_path)
     with pytest.raises(LockedError, match=r"its lock was removed\. It saves nothing more"):
         lock.confirm()
-    (tmp_path / "lock-00002.json").write_bytes(b"not json")
-    with pytest.raises(LockedError, match="pid None on None, since an unknown time"):
-        take_lock(LocalDirectory(tmp_path), {})
-    tools.unlock(str(tmp_path))
     again = take_lock(LocalDirectory(tmp_path), {})
     with pytest.raises(LockedError, match="taken over by another Checkpointer of this process"):
         lock.confirm()
     again.release()
     lock.release()
     assert is_released(tmp_path)
-    with pytest.raises(CheckpointError, match="isn't a directory"):
-        tools.unlock(str(tmp_path / "none"))
 
 
 def test_a_lock_that_another_job_has_created_at_the_same_moment_is_that_jobs(tmp_path: Path, monkeypatch):
@@ -157,44 +133,6 @@ def test_a_lock_that_another_job_has_created_at_the_same_moment_is_that_jobs(tmp
     with pytest.raises(LockedError, match="belongs to another job"):
         take_lock(LocalDirectory(tmp_path), {})
     assert look(LocalDirectory(tmp_path)).record["key"] == "another"
-
-
-@pytest.mark.extended
-def test_a_lock_ends_with_the_last_reference_and_with_the_process(tmp_path: Path):
-    lock = take_lock(LocalDirectory(tmp_path), {})
-    assert not look(LocalDirectory(tmp_path)).record.get("released")
-    del lock
-    assert is_released(tmp_path)
-    program = f"""
-        import os
-        from evenstep.checkpoint.lock import look, take_lock
-        from evenstep.checkpoint.store import LocalDirectory
-        lock = take_lock(LocalDirectory({str(tmp_path)!r}), {{}})
-        if (pid := os.fork()) == 0:
-            raise SystemExit  # a copy of this process doesn't end its lock
-        os.waitpid(pid, 0)
-        lock.confirm()
-        print(look(LocalDirectory({str(tmp_path)!r})).record.get("released"))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.stdout == "None\n", done.stderr
-    assert is_released(tmp_path)
-
-
-def test_a_lock_that_is_collected_while_the_next_is_taken_does_not_hang(tmp_path: Path, monkeypatch):
-    """As when a cell of a notebook is run again."""
-    held = [take_lock(LocalDirectory(tmp_path), {})]
-    really_create = LocalDirectory.put_new
-
-    def collect(*arguments):
-        held.clear()
-        return really_create(*arguments)
-
-    monkeypatch.setattr(LocalDirectory, "put_new", collect)
-    lock = take_lock(LocalDirectory(tmp_path), {})
-    lock.confirm()
-    assert held == []
-    lock.release()
 
 
 def test_where_files_have_no_links_a_lock_is_created(tmp_path: Path, monkeypatch):
@@ -229,53 +167,21 @@ def test_where_files_have_no_links_a_lock_is_created(tmp_path: Path, monkeypatch
         ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
     ],
 )
-def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkeypatch, theirs, mine, is_mine):
+def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, theirs, mine, is_mine):
     """Its predecessor is on another node, and may live and write on."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    for each in names:
-        monkeypatch.delenv(each, raising=False)
-    for name, value in theirs.items():
-        monkeypatch.setenv(name, value)
-    before = take_lock(LocalDirectory(tmp_path), {})
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    with mock.patch.dict(os.environ, others | theirs, clear=True):
+        before = take_lock(LocalDirectory(tmp_path), {})
     as_of(tmp_path, 5, boot="elsewhere", hostname="node7")
-    for each in names:
-        monkeypatch.delenv(each, raising=False)
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
-    if not is_mine:
-        with pytest.raises(LockedError, match="on node7"):
-            take_lock(LocalDirectory(tmp_path), {})
-        before.release()
-        return
-    now = take_lock(LocalDirectory(tmp_path), {})
-    with pytest.raises(LockedError, match="was taken over by"):
-        before.confirm()  # before it writes a manifest, or removes a checkpoint
-    now.confirm()
-    now.release()
-
-
-def compete(directory: Path, barrier, results) -> None:
-    for _ in range(8):
-        barrier.wait()
-        try:
-            lock = take_lock(LocalDirectory(directory), {})
-            lock.confirm()
-        except LockedError:
-            lock = None
-        barrier.wait()  # nobody releases it before all have tried
-        results.put(0 if lock is None else lock.number)
-        if lock is not None:
-            lock.release()
-
-
-def test_of_several_jobs_that_begin_at_once_one_gets_the_lock(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-    children = [context.Process(target=compete, args=(tmp_path, barrier, results)) for _ in range(3)]
-    for child in children:
-        child.start()
-    numbers = sorted(results.get(timeout=60) for _ in range(3 * 8))
-    for child in children:
-        child.join()
-    assert numbers == [0] * 16 + list(range(1, 9))
-    assert is_released(tmp_path)
+    with mock.patch.dict(os.environ, others | mine, clear=True):
+        if not is_mine:
+            with pytest.raises(LockedError, match="on node7"):
+                take_lock(LocalDirectory(tmp_path), {})
+            before.release()
+            return
+        now = take_lock(LocalDirectory(tmp_path), {})
+        with pytest.raises(LockedError, match="was taken over by"):
+            before.confirm()  # before it writes a manifest, or removes a checkpoint
+        now.confirm()
+        now.release()

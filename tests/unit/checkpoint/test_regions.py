@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from evenstep.checkpoint.format.manifest import Part
 from evenstep.checkpoint.format.regions import (
     Split,
-    boxes_of_elements,
     first_element,
-    is_consecutive,
     is_tiled,
     offsets_of,
     regions_of,
@@ -52,41 +50,9 @@ def random_case(generator):
     return shape, mesh_sizes, splits, order
 
 
-def test_every_element_is_held_where_torch_puts_it(fresh_seed):
-    """Uneven and empty parts, several mesh dimensions along one of the tensor's, FSDP2 on top of tensor parallelism."""
-    generator = random.Random(fresh_seed)
-    for _ in range(300):
-        shape, mesh_sizes, splits, order = random_case(generator)
-        numbers = torch.arange(math.prod(shape)).view(shape)
-        for coordinate, part in parts_of(numbers, mesh_sizes, order).items():
-            found = regions_of(shape, tuple(part.shape), mesh_sizes, coordinate, splits)
-            seen = torch.full(part.shape, -1)
-            for region in found:
-                box = numbers[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))]
-                seen[tuple(slice(o, o + n) for o, n in zip(region.at, region.sizes, strict=True))] = box
-            assert torch.equal(seen, part), (shape, mesh_sizes, splits, coordinate)
-
-
 def test_a_part_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"shape \[3, 4\], which its placements don't explain"):
         regions_of((8, 4), (3, 4), (2,), (0,), [Split(0)])
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_consecutive_elements_as_boxes(shape, data):
-    numel = math.prod(shape)
-    start = data.draw(st.integers(0, numel - 1))
-    count = data.draw(st.integers(0, numel - start))
-    numbers = torch.arange(numel).view(shape)
-    seen = torch.full((count,), -1)
-    boxes = boxes_of_elements(shape, start, count)
-    for offsets, sizes, place in boxes:
-        box = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
-        seen[place : place + box.numel()] = box
-        assert is_consecutive(shape, sizes)
-    assert torch.equal(seen, torch.arange(start, start + count))
-    assert len(boxes) <= 2 * max(len(shape), 1) + 1
-    assert first_element(shape, offsets_of(shape, start)) == start
 
 
 def random_tiling(generator, shape):

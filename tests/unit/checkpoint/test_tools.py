@@ -12,7 +12,6 @@ import torch
 from evenstep import World
 from evenstep.checkpoint import exchange, tools
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.errors import CheckpointError
 
 
 class Notes:
@@ -31,19 +30,6 @@ def save(directory: Path, state) -> str:
     checkpoint.save()
     checkpoint.close()
     return str(directory)
-
-
-def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path):
-    (tmp_path / "step-x").mkdir()
-    (tmp_path / "damaged-goods").mkdir()
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
-        list(tools.list_lines(str(tmp_path)))
-    (tmp_path / "step-0000002-00001-1").mkdir()
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
-        list(tools.list_lines(str(tmp_path)))
-    (tmp_path / "step-0000002-00001-1" / "manifest.json").write_text("x")
-    (line,) = list(tools.list_lines(str(tmp_path)))[1:]
-    assert line.startswith(f"{2:>10}  damaged: step-0000002-00001-1/manifest.json: its first line")
 
 
 def test_an_export_is_read_without_trust_also_where_the_state_has_something_of_numpys(tmp_path: Path):

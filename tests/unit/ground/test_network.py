@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import socket
 
-from evenstep.ground.host.network import Reservation, is_taken, listening_inodes, owner_of
+from evenstep.ground.host.network import is_taken, listening_inodes, owner_of
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -26,18 +26,6 @@ def test_a_listener_is_found_and_named() -> None:
         assert is_taken("127.0.0.1", port)
         assert f"pid {os.getpid()}" in owner_of(port)
     assert not is_taken("127.0.0.1", port)
-
-
-def test_a_reserved_port_is_nobodys_but_can_be_listened_on() -> None:
-    reservation = Reservation()
-    try:
-        assert owner_of(reservation.port) == ""
-        with socket.socket() as store:
-            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            store.bind(("127.0.0.1", reservation.port))
-            store.listen()
-    finally:
-        reservation.close()
 
 
 def test_addresses_of_other_hosts_are_not_ours_to_judge() -> None:

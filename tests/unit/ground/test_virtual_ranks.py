@@ -14,7 +14,6 @@ from torch import nn
 import evenstep
 from evenstep.data.order.batch_plan import divide
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.ground.computing import virtual_ranks
 from evenstep.ground.computing.virtual_ranks import (
     VirtualRanks,
     begin_of,
@@ -138,25 +137,8 @@ def test_the_gradient_is_that_of_the_global_mean(world, fresh_seed, length, shar
             torch.testing.assert_close(parameter.grad, turn * grad, rtol=0, atol=1e-13)
 
 
-def test_a_batch_without_samples_is_a_step_without_gradients(world):
-    model = evenstep.DistributedDataParallel(nn.Linear(2, 1))
-    assert list(model.microbatches(torch.empty(0, 2))) == []
-    assert model.module.weight.grad is None
-
-
 def test_far_more_virtual_ranks_than_samples_cost_nothing():
     assert [part.tolist() for part in virtual_ranks_of(torch.arange(3), 1 << 40)] == [[0], [1], [2]]
-
-
-def test_module_buffers_are_those_of_virtual_rank_0(world):
-    model = evenstep.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
-    x = torch.arange(16.0).view(8, 2)
-    alone = nn.BatchNorm1d(2)
-    alone(x[:2])
-    for part in model.microbatches(x):
-        model.backward(model(part).mean(), weight=len(part))
-    assert torch.equal(model.module[0].running_mean, alone.running_mean)
-    assert model.module[0].num_batches_tracked == 1
 
 
 # ---------------------------------------------------------------------- random streams
@@ -186,17 +168,6 @@ def test_streams_belong_to_virtual_ranks_and_leave_those_outside_alone(world):
     assert len({*first, *second}) == 8
     world.virtual_ranks.load_state_dict(state)
     assert loop() == first
-
-
-def test_evaluation_has_no_virtual_ranks_of_its_own_and_may_use_them(world):
-    model = evenstep.DistributedDataParallel(nn.Linear(1, 1))
-    before = world.virtual_ranks.num_loops
-    with torch.no_grad():
-        model(torch.ones(3, 1))
-        assert [len(model(x)) for x in model.microbatches(torch.ones(6, 1))] == [2, 2, 1, 1]
-    model.eval()
-    model(torch.ones(3, 1))
-    assert world.virtual_ranks.num_loops == before
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -275,25 +246,6 @@ def test_models_that_cant_be_computed_in_virtual_ranks(world, build, arguments, 
         evenstep.DistributedDataParallel(build(), **arguments)
 
 
-def test_what_else_depends_on_the_number_of_ranks(world):
-    model = evenstep.DistributedDataParallel(nn.Linear(1, 1))
-    data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
-    with pytest.raises(UsageError, match="register_comm_hook"):
-        model.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(UsageError, match="join"):
-        model.join()
-    with pytest.raises(UsageError, match=r"LocalSGD.*in reproducible mode"):
-        evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    with pytest.raises(ConfigurationError, match="sample_seed=False"):
-        evenstep.DataLoader(data, global_batch_size=4, sample_seed=False)
-    with pytest.raises(ConfigurationError, match="fused=True"):
-        evenstep.ShardedOptimizer(model, torch.optim.AdamW, fused=True)
-    with pytest.raises(ConfigurationError, match=r"reduce_dtype=torch\.float64 in reproducible mode"):
-        evenstep.ShardedOptimizer(model, torch.optim.AdamW, reduce_dtype=torch.float64)
-    with pytest.raises(ConfigurationError, match=r"virtual_ranks= is the name of the virtual ranks"):
-        evenstep.Checkpointer("nowhere", virtual_ranks=model)
-
-
 # ---------------------------------------------------------------------- switches, and what they can't do
 
 
@@ -312,36 +264,10 @@ def test_another_machine_is_named():
             other.load_state_dict(saved)
 
 
-def test_the_words_of_a_message_are_not_what_a_checkpoint_depends_on(monkeypatch):
-    with evenstep.init(seed=0, reproducible=True, quiet=True) as world:
-        state = world.virtual_ranks.state_dict()
-        assert all(name.isidentifier() for name in state["facts"]), state["facts"]
-        monkeypatch.setattr(virtual_ranks, "_WORDS", dict.fromkeys(virtual_ranks._WORDS, "in other words"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            world.virtual_ranks.load_state_dict(state)
-
-
 def test_ranks_on_other_machines_are_named():
     facts = [{"cpu": "A", "torch": "2.13"}, {"cpu": "A", "torch": "2.13"}, {"cpu": "B", "torch": "2.13"}]
     assert disagreements(facts) == ["the CPU is A on rank 0 and B on rank 2"]
     assert disagreements(facts[:2]) == []
-
-
-class InShards(torch.utils.data.IterableDataset):
-    num_shards = 4
-
-    def shard(self, num_shards, index):
-        return self
-
-    def __iter__(self):
-        return iter(range(4))
-
-
-def test_a_stream_in_shards_is_refused_and_others_have_virtual_ranks(world):
-    with pytest.raises(ConfigurationError, match="InShards is a stream that is divided by shards"):
-        evenstep.DataLoader(InShards(), global_batch_size=4, num_workers=2)
-    assert [batch.tolist() for batch in evenstep.DataLoader(InShards(), global_batch_size=3)] == [[0, 1, 2], [3]]
 
 
 # ---------------------------------------------------------------------- norms without an order
@@ -363,10 +289,3 @@ def test_exact_norms_dont_depend_on_the_division(fresh_seed, norm_type):
         parts = [values[a:b] for a, b in zip([0, *cuts], [*cuts, 3000], strict=True)]
         order = torch.randperm(6, generator=generator).tolist()
         assert torch.equal(norm_of([parts[index] for index in order], norm_type), whole)
-
-
-def test_exact_norms_of_nothing_and_of_what_isnt_finite():
-    assert norm_of([], 2.0) == 0
-    assert norm_of([torch.zeros(3), torch.zeros(0)], 2.0) == 0
-    assert norm_of([torch.tensor([1.0, float("inf")])], 2.0) == float("inf")
-    assert norm_of([torch.tensor([1.0, float("nan")])], 2.0).isnan()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from evenstep.ground.health.first_failure import CrashReport, Exit
-from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
-from evenstep.launcher.failure.detection import RankState, StopWatch, count_memory_kills, look_at
+from evenstep.launcher.failure.detection import RankState, StopWatch, look_at
 from evenstep.launcher.spawn.child import Child
 
 
@@ -62,23 +60,6 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_named_and_one_that_stays_is_
         looks = [number / 10 for number in range(40)]
         told = {now: watch.look(now, [is_in("T" if now <= stopped_s else "S")])[0] for now in looks}
         assert [now for now, lines in told.items() if any("is stopped" in line for line in lines)] == [1.5] * is_named
-
-
-def test_looking_at_this_process_and_at_none() -> None:
-    node = NodePages(1)
-    (page,) = node.pages
-    own = look_at(3, Child(os.getpid()), page)
-    assert (own.rank, own.pid, own.page, own.notes, own.report) == (3, os.getpid(), None, frozenset(), None)
-    assert own.runs
-    assert own.state in ("R", "S")
-    assert own.resident_bytes > 1 << 20
-    assert own.on_core_ns is None or own.on_core_ns > 0
-    page.begin(3)
-    page.words[Note.SAVES] = 1
-    again = look_at(3, Child(1 << 22), page, was_stopped=True, is_lost=True)
-    assert again == RankState(3, 1 << 22, None, page.read(), frozenset([Note.SAVES]), None, True, True)
-    node.close()
-    assert count_memory_kills() is None or count_memory_kills() >= 0  # type: ignore[operator]
 
 
 def report_of(pid: int) -> CrashReport:

@@ -17,7 +17,6 @@ from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 SECOND = 1_000_000_000
 BACKWARD = dump([ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 30, "main")])
 BARRIER = dump([(f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"), ("train.py", 55, "main")])
-STARTING = dump([(f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"), ("train.py", 5, "main")])
 ASLEEP = dump([("data.py", 12, "fetch"), ("train.py", 20, "main")])
 COMPILING = dump([(f"{TORCH}/_inductor/codecache.py", 1, "compile"), ("train.py", 25, "main")])
 
@@ -115,26 +114,6 @@ def test_a_missing_rank_is_named_after_ten_seconds_with_its_stack_and_again_when
     assert ranks.watch.ended_well() == []
 
 
-def test_a_rank_has_come_only_if_the_others_go_on_for_half_a_second() -> None:
-    """Where they raise instead, they have ended by then, and nobody has come."""
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    ranks.hold({0: BACKWARD})
-    assert len(ranks.go(12)) == 3
-    ranks.runs = {0, 1}
-    assert ranks.go(0.5) == []
-    (line,) = ranks.go(0.5)
-    assert line.startswith("rank 1 (pid 11) has come, after 12 s")
-
-
-def test_ten_steps_are_waited_for_if_they_take_longer() -> None:
-    ranks = Ranks()
-    ranks.train(10, 3.0)
-    ranks.hold({0: BACKWARD})
-    assert ranks.go(29) == []
-    assert len(ranks.go(4)) == 3
-
-
 def test_a_wait_that_has_ended_by_itself_is_not_named_again_before_twice_its_length() -> None:
     ranks = Ranks()
     ranks.train(20, 0.5)
@@ -169,13 +148,6 @@ def test_one_long_call_of_all_ranks_is_named_after_a_minute() -> None:
     assert ranks.go(10)[0].startswith("all ranks have waited in the same call since 60 s")
 
 
-def test_nothing_is_said_and_nobody_is_asked_while_all_compute() -> None:
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    assert ranks.go(600) == []
-    assert ranks.asked == []
-
-
 def test_what_may_take_long_has_longer_and_a_first_step_says_so() -> None:
     ranks = Ranks()
     ranks.hold({0: BARRIER})
@@ -192,29 +164,6 @@ def test_what_may_take_long_has_longer_and_a_first_step_says_so() -> None:
     evaluates.hold({0: BACKWARD})
     assert evaluates.go(55) == []
     assert "is in an evaluation of step 20" in evaluates.go(30)[0]
-
-
-def test_a_rank_that_does_not_answer_is_named_without_a_stack() -> None:
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    ranks.hold({0: BACKWARD, 1: ""})
-    ranks.seen[1] = replace(ranks.seen[1], state="D")
-    told, where = ranks.go(12)
-    assert "its place isn't known; process state D" in told
-    assert where.startswith("rank 0 waits in backward")
-
-
-def test_a_rank_that_has_ended_and_one_that_is_stopped() -> None:
-    ranks = Ranks()
-    ranks.train(20, 0.5)
-    ranks.seen[1] = replace(ranks.seen[1], exit_code=0)
-    ranks.hold({0: BACKWARD})
-    assert "rank 1 (pid 11) is no longer there: it has ended with status 0, after 20 steps" in ranks.go(12)[0]
-    stopped = Ranks()
-    stopped.train(20, 0.5)
-    stopped.seen[1] = replace(stopped.seen[1], state="T")
-    stopped.hold({0: BACKWARD})
-    assert stopped.go(25) == [], "it has been named within 2 s"
 
 
 def test_with_a_gpu_three_equal_looks_stand_for_an_idle_processor() -> None:
@@ -257,39 +206,3 @@ def test_ranks_of_another_node_are_known_by_what_its_launcher_publishes() -> Non
 @pytest.mark.parametrize("text", ["", "[", "3", '[{"rank": 1}]', '[{"rank": 1, "pid": 2, "step": 3, "more": 4}]'])
 def test_what_another_node_publishes_may_be_anything(text: str) -> None:
     assert unpacked([("on node 1", text)]) == []
-
-
-def test_a_long_stack_reaches_another_node_with_its_innermost_frames() -> None:
-    stack = "".join(f"frame {number}\n" for number in range(1000))
-    (look,) = unpacked([("on node 1", packed([RankLook(1, 2, 3, stack=stack)]))])
-    assert 1000 < len(look.stack) < len(stack)
-    assert look.stack.endswith("frame 998\nframe 999\n")
-
-
-def test_a_rank_that_went_on_and_waits_elsewhere_at_once_is_named_again() -> None:
-    """As after a slow start: the first wait ends between two looks, and the next one must not pass for it."""
-    ranks = Ranks(2, after_s=1.0, gpus=True)
-    ranks.hold({0: STARTING})  # and uses the processor, so it is looked at again and again
-    said = ranks.go(9)
-    assert said[-1] == "rank 0 waits in init_process_group, before the first step, at train.py:5 in main", said
-    for _ in range(10):
-        ranks.step()
-    ranks.hold({0: BACKWARD})
-    said = ranks.go(20)
-    assert said[0].startswith("rank 1 (pid 11) has come, after"), said
-    assert said[1].startswith("rank 1 (pid 11) is between steps of step 10; rank 0 waits"), said
-    assert said[-1] == "rank 0 waits in backward of step 10, at train.py:30 in main", said
-
-
-def test_a_stack_that_comes_late_is_shown_when_it_comes() -> None:
-    ranks = Ranks(2, after_s=1.0)
-    ranks.train(5, 0.1)
-    ranks.stacks[1] = ""
-    ranks.hold({0: BACKWARD})
-    said = ranks.go(2)
-    assert "its place isn't known" in said[0]
-    assert not any("is here" in line for line in said)
-    ranks.stacks[1] = ASLEEP
-    (shown,) = ranks.go(20)
-    assert shown.startswith("rank 1 is here:\n")
-    assert '  File "data.py", line 12, in fetch' in shown

@@ -12,7 +12,6 @@ from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.logs import (
     Destination,
     OutputChoices,
-    RankLogs,
     make_log_directory,
     plan_destination,
     tail,
@@ -53,16 +52,6 @@ def test_rank_0_of_the_second_host_is_not_rank_0() -> None:
 def test_nonsense_is_refused(asked: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
         wishes(**asked)
-
-
-def test_torchelastic_is_told_of_every_local_rank(tmp_path: Path) -> None:
-    logs = RankLogs(wishes(tee="3"), tmp_path / "logs")
-    envs = {index: {"RANK": str(index), "TORCHELASTIC_RESTART_COUNT": "0"} for index in range(3)}
-    told = logs.reify(envs)
-    assert told.stdouts.keys() == told.stderrs.keys() == told.error_files.keys() == {0, 1, 2}
-    assert told.tee_stdouts.keys() == {1, 2}
-    assert told.tee_stderrs == {}
-    assert (tmp_path / "logs").is_dir()
 
 
 def test_tail(tmp_path: Path) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
-import subprocess
-import sys
 import sysconfig
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +13,6 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.ground.host.processes import handles_signal, time_on_core_ns
 from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
 from evenstep.launcher.spawn import script_runner
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, register_stacks
@@ -77,14 +72,6 @@ def test_a_backward_pass_waits_when_it_uses_no_processor() -> None:
     assert (hook.call, hook.phase) == ("", "in backward")
 
 
-def test_a_hook_in_a_thread_of_a_gpus_backward_pass_is_where_the_rank_is() -> None:
-    main = [ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 40, "<module>")]
-    devices, logs = [("train.py", 9, "hook")], [("train.py", 3, "write"), ("/lib/threading.py", 1, "_bootstrap")]
-    place = place_of(parse_stacks(dump(logs, devices, main)), is_idle=True, source=lambda *_: "")
-    assert (place.call, place.site) == ("", "train.py:9 in hook")
-    assert place_of(parse_stacks(dump(logs, main)), is_idle=True, source=lambda *_: "").call == "backward"
-
-
 def test_a_rank_that_reads_from_its_gpu_waits_for_it() -> None:
     read = where(("train.py", 33, "main"), text="losses.append(loss.item())", is_idle=False, has_gpu=True)
     assert (read.call, read.is_for_device) == ("item", True)
@@ -106,32 +93,6 @@ def test_a_worker_is_where_it_is_and_not_where_its_rank_was_when_it_forked_it() 
 @pytest.mark.parametrize("text", ["", "Fatal Python error: nothing", "  File without a thread", "Thread 0x1 :\n  ..."])
 def test_what_is_no_stack_says_nothing(text: str) -> None:
     assert place_of(parse_stacks(text), is_idle=True) == Place()
-
-
-def test_a_thread_that_waits_uses_no_processor_and_handlers_are_seen() -> None:
-    code = """
-        import faulthandler, sys, threading
-        faulthandler.register(62, file=sys.stderr)
-        print(flush=True)
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
-    """
-    with tempfile.TemporaryFile() as err:
-        command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(0.3)
-            before = time_on_core_ns(process.pid)
-            time.sleep(0.3)
-            assert before is not None
-            assert time_on_core_ns(process.pid) == before
-            assert handles_signal(process.pid, 62)
-            assert not handles_signal(process.pid, signal.SIGUSR2)
-            process.kill()
-    assert time_on_core_ns(process.pid) is None
-    assert not handles_signal(process.pid, 62)
 
 
 @pytest.mark.parametrize(("has_gpu", "servers"), [(False, ""), (False, "1"), (True, "1")])

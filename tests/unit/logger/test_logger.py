@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from evenstep import Logger, World
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.logger import logger
 from evenstep.logger.logger import write_whole
-from tests import pages
 
 
 @pytest.fixture
@@ -68,28 +65,6 @@ def test_steps_that_are_made_again_stand_behind_the_first_ones(
     assert list(counts.values()) == [0.0, 1.0, 2.0, 3.0, 4.0, 55.0, 56.0, 57.0, 58.0, 59.0]
 
 
-def test_two_loggers_of_a_run_may_have_one_directory(world: World, tmp_path: Path) -> None:
-    train, test = (Logger(directory, world=world) for directory in (tmp_path, f"{tmp_path}/."))
-    for step in range(4):
-        train.log({"loss": float(step)}, step=step)
-        if step % 2:
-            test.log({"accuracy": float(step)}, step=step)
-    train.close()
-    test.log({"accuracy": 9.0}, step=9)
-    test.close()
-    expected: list[dict[str, Any]] = [
-        *({"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0}, {"step": 1, "accuracy": 1.0}, {"step": 2, "loss": 2.0}),
-        *({"step": 3, "loss": 3.0}, {"step": 3, "accuracy": 3.0}, {"step": 9, "accuracy": 9.0}),
-    ]
-    assert json_lines(tmp_path) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_logger_that_writes_nothing_leaves_nothing(world: World, tmp_path: Path) -> None:
-    Logger(tmp_path, world=world).close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_cut_anywhere_is_gone_on_with(world: World, tmp_path: Path, fresh_seed: int) -> None:
     """Whatever a power cut leaves of the end, every whole line stays, and what comes next is a line of its own."""
     draw = random.Random(fresh_seed)
@@ -134,6 +109,10 @@ def test_a_full_disk_does_not_end_the_training(world: World, tmp_path: Path, mon
         log.log({"loss": 3.0}, step=2)
     assert len(json_lines(tmp_path)) == 1
     assert tracked == [0, 1, 2]
+    with World.alone(device="cpu") as ended:
+        log = Logger(tmp_path, world=ended)
+        assert "metrics.jsonl" in repr(log)
+    assert "writes nothing here" in repr(log), "the world closes its loggers"
 
 
 def _fail(file: int, text: str) -> None:
@@ -150,31 +129,6 @@ def test_a_tracker_gets_what_is_written(world: World, tmp_path: Path) -> None:
             log.log({"loss": torch.tensor(0.5), "step time": step}, step=step, mean=step > 0)
     assert seen == [({"loss": 0.5, "step time": 0.0}, 0), ({"loss": 0.5, "step time": 2.0}, 2)]
     assert json_lines(tmp_path) == [{"step": step, **values} for values, step in seen]
-
-
-class Recorded:
-    """Stands for torch's SummaryWriter."""
-
-    def __init__(self, directory: str, purge_step: int) -> None:
-        self.calls: list[tuple[Any, ...]] = [("made", directory, purge_step)]
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.calls.append((name, value, step))
-
-    def flush(self) -> None:
-        self.calls.append(("flush",))
-
-    def close(self) -> None:
-        self.calls.append(("close",))
-
-
-def test_the_page_on_trackers_writes_scalars_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Recorded))
-    found: dict[str, Any] = {}
-    exec(compile(pages.programs("how-to/logging.md")["board.py"], "board.py", "exec"), found)
-    scalars = [call for step in range(3) for call in (("loss", 1.0, step), ("flush",))]
-    assert found["writer"].calls == [("made", "runs/board", 0), *scalars, ("close",)]
 
 
 def test_a_tracker_that_fails_does_not_end_the_training(world: World, tmp_path: Path) -> None:
@@ -206,14 +160,6 @@ def test_times_of_the_newest_step(world: World, tmp_path: Path) -> None:
     assert after["time/optimizer_s"] > 0
     assert world.telemetry.newest() == world.telemetry.steps()[-1]
     assert world.telemetry.newest(1) is None
-
-
-def test_the_world_closes_its_loggers(tmp_path: Path) -> None:
-    with World.alone(device="cpu") as world:
-        log = Logger(tmp_path, world=world)
-        log.log({"loss": 1.0}, step=0)
-        assert "metrics.jsonl" in repr(log)
-    assert "writes nothing here" in repr(log)
 
 
 # ---------------------------------------------------------------------- what is refused

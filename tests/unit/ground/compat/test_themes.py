@@ -8,22 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.flop_counter import FlopCounterMode
 
-from evenstep.ground.compat import torch_data, torch_distributed, torch_profiler, torch_tensors
-
-
-def test_groups_are_counted_from_0_again() -> None:
-    before = distributed_c10d._world.group_count
-    try:
-        distributed_c10d._world.group_count = 3
-        torch_distributed.reset_group_count()
-        assert distributed_c10d._world.group_count == 0
-    finally:
-        distributed_c10d._world.group_count = before
+from evenstep.ground.compat import torch_data, torch_distributed, torch_tensors
 
 
 class WorkerIds(Dataset[int]):
@@ -47,14 +35,6 @@ def test_how_placements_divide() -> None:
     assert torch_tensors.split_of(Shard(1)) == (1, 1)
     assert torch_tensors.split_of(Replicate()) == (None, 1)
     assert torch_tensors.split_of(Partial()) is None
-
-
-def test_one_mode_is_enough_to_be_watched() -> None:
-    assert not torch_profiler.is_watched()
-    with FlopCounterMode(display=False):
-        assert torch_profiler.is_watched()
-        torch.ones(1)
-    assert not torch_profiler.is_watched()
 
 
 def test_a_group_of_some_ranks_is_not_split_from_one_that_is_bound_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,6 @@ def test_what_launch_sets_is_what_detect_reads() -> None:
     )
 
 
-def test_ranks_of_several_hosts_meet_over_the_network() -> None:
-    given = environment.run_variables("run", num_nodes=2, store="/proc/7/fd/3")
-    variables = TORCHRUN | {name: value for name, value in given.items() if value is not None}
-    placement = detect(variables)
-    assert placement.launcher == "evenstep run"
-    assert placement.rendezvous_file is None
-    assert "GLOO_SOCKET_IFNAME" not in variables
-
-
 def test_placement_from_nodes_that_alternate() -> None:
     placement = placement_from_nodes(["b", "a", "b", "a"], rank=3)
     assert (placement.local_rank, placement.local_world_size, placement.node_rank, placement.num_nodes) == (1, 2, 1, 2)
@@ -112,19 +103,6 @@ def test_settings_travel_in_one_variable() -> None:
 def test_settings_of_somebody_else_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"EVENSTEP_SETTINGS=.* was not written by this version"):
         detect({"EVENSTEP_SETTINGS": text})
-
-
-def test_a_launcher_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`evenstep bench` sets it for `evenstep run`, which adds its own."""
-    monkeypatch.setenv("EVENSTEP_SETTINGS", Settings(inject="plan", device="cuda").variables()["EVENSTEP_SETTINGS"])
-    monkeypatch.setenv("EVENSTEP_SERVERS", "1")
-    found = environment.run_variables("run", store="/run", device="cpu", announced=None, servers=0)
-    assert Settings.parse({"EVENSTEP_SETTINGS": found["EVENSTEP_SETTINGS"] or ""}) == Settings(
-        launcher="run", store="/run", inject="plan", device="cpu"
-    )
-    assert "EVENSTEP_SERVERS" not in found, "what the user has set stays"
-    assert environment.run_variables("run", servers=2)["EVENSTEP_SERVERS"] == "2"
-    assert environment.with_settings(inject="file")["EVENSTEP_SERVERS"] == "1"
 
 
 def test_the_secret_of_a_run_is_read_once_and_its_place_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

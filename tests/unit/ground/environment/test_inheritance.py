@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from evenstep.ground import environment
-from evenstep.ground.environment import Placement, Settings
+from evenstep.ground.environment import Placement
 from evenstep.ground.environment.inheritance import RankProcess, identity, is_inherited
 
 RANK = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="torchrun", master_port=29500)
@@ -41,49 +35,6 @@ def test_another_process_with_the_same_variables_is_a_child(
 def test_what_no_rank_has_exported_says_nothing(text: str) -> None:
     assert RankProcess.parse(text) is None
     assert not is_inherited(None, RANK, pid=7, start_ticks=100)
-
-
-ASKS = """
-import json, os, sys
-from evenstep.ground import environment
-p = environment.current_placement()
-around = sorted(environment.surroundings().variables)
-given = environment.run_variables("run", store="/new")
-print(json.dumps([p.world_size, p.launcher, str(p.rendezvous_file), p.device, p.remark, around, given]))
-"""
-
-
-def asks(**variables: str) -> list[object]:
-    env = {**os.environ, **variables}
-    done = subprocess.run([sys.executable, "-c", ASKS], env=env, capture_output=True, text=True, check=True)
-    found: list[object] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.extended
-def test_a_child_of_a_rank_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Until the rank claims its variables, a child may be the rank: a script may do its work in one."""
-    variables = environment.rank_variables(rank=1, world_size=2, store=str(tmp_path / "store"), device="cpu")
-    for name, value in {**variables, "EVENSTEP_SERVERS": "1"}.items():
-        monkeypatch.setenv(name, value or "")
-    monkeypatch.setenv("EVENSTEP_SETTINGS", environment.changed_settings(inject="kill")["EVENSTEP_SETTINGS"])
-    assert asks()[:2] == [2, "evenstep.launch"]
-    environment.claim_rank()
-    assert environment.current_placement().world_size == 2, "this process is the rank"
-    world_size, launcher, store, device, remark, around, given = asks()
-    assert (world_size, launcher, store, device, around) == (1, "none", "None", "cpu", ["EVENSTEP_SETTINGS"])
-    assert f"rank 1 of 2 is pid {os.getpid()}" in str(remark)
-    settings = Settings(launcher="run", store="/new", device="cpu")
-    assert given == {
-        **settings.variables(),
-        "EVENSTEP_RANK_PROCESS": None,
-        "EVENSTEP_SERVERS": None,
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    other = environment.rank_variables(rank=0, world_size=3, store=str(tmp_path / "other"))
-    assert asks(**{name: value or "" for name, value in other.items()})[:2] == [3, "evenstep.launch"], (
-        "a launcher of the child's own"
-    )
 
 
 def test_variables_that_say_nothing_are_inherited_too() -> None:

@@ -50,6 +50,11 @@ TABLE: dict[str, tuple[dict[str, str], dict[str, Sequence[str]], tuple[object, .
         (2, 4, 0, 2, 1, 2, "Intel MPI", "s01"),
     ),
     "PALS": (recorded.PALS, {"node_file": recorded.PBS_NODE_FILE}, (3, 4, 1, 2, 1, 2, "PALS", "x1000c0s0")),
+    "PALS on three hosts, unevenly": (
+        recorded.PALS | {"PMI_SIZE": "5"},
+        {"node_file": recorded.PBS_NODE_FILE},
+        (3, 5, 1, 2, 1, 3, "PALS", "x1000c0s0"),
+    ),
     "srun": (recorded.SRUN, {}, (1, 2, 1, 2, 0, 1, "srun", "127.0.0.1")),
     "srun on three hosts": (recorded.SRUN_ON_THREE_HOSTS, {}, (5, 7, 2, 3, 1, 3, "srun", "gpu07")),
     "srun on three hosts, unevenly": (

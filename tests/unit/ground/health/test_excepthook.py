@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 from evenstep.errors import PeerLostError
 from evenstep.ground.environment import Placement
 from evenstep.ground.health.excepthook import describe, install
-from evenstep.ground.health.first_failure import CrashReport
-from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.spawn import script_runner
 
 
@@ -29,14 +26,6 @@ def raised_by_running(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
     error = caught.value
     assert error.__traceback__ is not None
     return error.with_traceback(error.__traceback__.tb_next)  # without this function
-
-
-def test_a_syntax_error_of_the_script_is_shown_without_what_compiled_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = describe(raised_by_running(tmp_path, "x = (\n", monkeypatch))
-    assert text.splitlines()[0] == f'  File "{tmp_path}/script.py", line 1'
-    assert text.splitlines()[-1] == "SyntaxError: '(' was never closed"
 
 
 def test_who_lost_a_peer_is_shown_where_it_waited_and_not_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,30 +78,6 @@ evenstep.DataLoader(Samples(), 1, world=evenstep.World.alone(device="cpu"))
     assert told[1:] == [f"  at {tmp_path}/script.py, line 15, in <module>"]
 
 
-def test_what_ends_a_forked_child_is_no_report_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    pages = NodePages(1)
-    install(Placement(pages=tuple(pages.files)))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 99
-        try:
-            sys.stderr = os.fdopen(writer, "w")
-            error = ValueError("in the child")
-            sys.excepthook(ValueError, error, None)
-        except SystemExit as end:
-            status = int(str(end.code))
-        finally:
-            os._exit(status)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        assert said.read() == "ValueError: in the child\n"
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert pages.pages[0].report() == b""
-    pages.close()
-
-
 @pytest.mark.parametrize(
     ("folder", "error", "writes"),
     [
@@ -136,35 +101,3 @@ def test_torchrun_gets_its_file_and_the_error_ends_the_process_without_it(
         told = json.loads(file.read_text())["message"]
         assert told["message"] == "ValueError: boom"
         assert "ValueError: boom" in told["extraInfo"]["py_callstack"]
-
-
-def test_of_a_users_mistake_the_innermost_line_of_the_user_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = """
-import evenstep
-
-def train():
-    evenstep.TokenDataset("no such file", 8)
-
-train()
-"""
-    told = describe(raised_by_running(tmp_path, text, monkeypatch)).splitlines()
-    assert told[1] == f"  at {tmp_path}/script.py, line 5, in train"
-
-
-def test_a_process_that_reports_in_a_ranks_name_leaves_the_page_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of the rank, or the script behind a program, which fails before it has joined the others."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    pages = NodePages(1)
-    (page,) = pages.pages
-    page.begin(0)
-    page.words[1] = 1  # the rank, another process
-    install(Placement(pages=tuple(pages.files)))
-    with pytest.raises(SystemExit):
-        sys.excepthook(ValueError, ValueError("boom"), None)
-    pages.close()
-    report, seen = CrashReport.unpack(page.report()), page.read()
-    assert report is not None
-    assert seen is not None
-    assert (report.pid, report.summary, seen.pid) == (os.getpid(), "ValueError: boom", 1)

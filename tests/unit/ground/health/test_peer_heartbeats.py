@@ -10,43 +10,6 @@ from evenstep.ground.health.heartbeat import Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 
 
-def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file() -> None:
-    told: list[object] = []
-
-    def exchange(value: object) -> list[object]:
-        told.append(value)
-        return [value]
-
-    num_open = len(os.listdir("/proc/self/fd"))
-    end = peer_heartbeats.share_pages(exchange, Placement())
-    try:
-        assert len(os.listdir("/proc/self/fd")) == num_open
-        assert len(told) == 2, "pages are closed when all have opened them"
-        heartbeat.mark(Phase.SAVING, step=3)
-        heartbeat.mark_waiting(True)
-        heartbeat.mark_waiting(False)
-        found = peer_heartbeats.read(os.getpid())
-        assert found is not None
-        assert (found.phase, found.step, found.is_waiting, found.waited_ns > 0) == (Phase.SAVING, 3, False, True)
-        assert peer_heartbeats.read_all() == {0: peer_heartbeats.read(os.getpid())}
-        assert peer_heartbeats.read(1) is None
-        line, page = f"{__file__}:", heartbeat.current
-        assert page is not None
-        assert line in peer_heartbeats.exchange_sites("call 1", {0: os.getpid()})
-        before = peer_heartbeats.exchange_sites("call 2", {0: os.getpid()})
-        for number in range(3, 6):  # three more disagreements, before another rank has read of the first
-            page.write_site(f"call {number}\nelsewhere")
-        assert peer_heartbeats._said_of("call 2", page) in before
-        page.write_site("call 6\n" + "é" * 5000)
-        assert set(peer_heartbeats._said_of("call 6", page) or "") <= {"é", "\N{REPLACEMENT CHARACTER}"}
-        assert peer_heartbeats._said_of("call 2", page) is None
-        assert peer_heartbeats.exchange_sites("call 1", {0: os.getpid(), 1: 1}) == ""
-    finally:
-        end()
-    assert heartbeat.current is None
-    assert peer_heartbeats.read(os.getpid()) is None
-
-
 def test_a_forked_child_writes_nothing_to_the_page_of_its_parent() -> None:
     pages = NodePages(1)
     peer_heartbeats.write_page(Placement(pages=tuple(pages.files)))
@@ -60,25 +23,6 @@ def test_a_forked_child_writes_nothing_to_the_page_of_its_parent() -> None:
         found = pages.pages[0].read()
         assert found is not None
         assert (found.phase, found.step) == (Phase.FORWARD, 1)
-    finally:
-        heartbeat.write_to(None)
-        peer_heartbeats._pages.clear()
-        pages.close()
-
-
-def test_ranks_of_a_launcher_find_each_other_without_an_exchange() -> None:
-    pages = NodePages(2)
-    pages.pages[0].begin(6)
-    own = Placement(rank=7, world_size=8, local_rank=1, local_world_size=2, pages=tuple(pages.files))
-    try:
-        peer_heartbeats.share_pages(lambda _: [], own)
-        heartbeat.mark(Phase.SAVING)
-        assert [*peer_heartbeats.read_all()] == [6, 7]
-        assert peer_heartbeats.read_all()[7].phase is Phase.SAVING
-        heartbeat.mark_commit(3)
-        peer_heartbeats.share_pages(lambda _: [], own)
-        assert (seen := pages.pages[1].read()) is not None
-        assert seen.saved_step == 3, "what a closed world has saved stays"
     finally:
         heartbeat.write_to(None)
         peer_heartbeats._pages.clear()

@@ -109,7 +109,7 @@ def account(num_steps: int, transport: str) -> dict[str, Any]:
             "telemetry": unit_cost(lambda: recorder.mark(0), 2_000),
             **{what: min(all_steps) * num_steps / max(1, counts[what]) for what, all_steps in in_steps.items()},
             "drift": cost_of_digests(model.monitors.drift),
-            "slow ranks": unit_cost(lambda: watch.look(time.monotonic()))
+            "slow ranks": unit_cost(lambda: watch.poll(time.monotonic()))
             + 0.1 * unit_cost(peer_heartbeats.read_all, 2_000),
         }
         per_step = {what: count / num_steps for what, count in counts.items()} | {"slow ranks": 1 / 16, "drift": 1.0}
@@ -156,7 +156,7 @@ def cost_of_a_look(num_ranks: int) -> float:
         page.begin(rank)
     process = Child(os.getpid())  # no child of its own, but its state is read like one's
 
-    def look() -> None:
+    def poll() -> None:
         states = [look_at(rank, process, page) for rank, page in enumerate(node.pages)]
         now_ns = time.monotonic_ns()
         find_awaited({each.rank: each.page for each in states}, PhaseTimeouts(), now_ns=now_ns)
@@ -164,7 +164,7 @@ def cost_of_a_look(num_ranks: int) -> float:
         assert not watch.is_due(now_ns)
         watch.judge(now_ns)
 
-    cost_s = unit_cost(look, 500)
+    cost_s = unit_cost(poll, 500)
     node.close()
     return cost_s
 

@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+import torch
 
 from evenstep.testing import RankPool
 from tests.ranks import call_on_rank
@@ -32,6 +33,10 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A test process has one of two cores. torch's second thread would make each small operation wait for the other one.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 # No test is timed: on a busy machine an example may take as long as it likes.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -175,12 +175,12 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], variables: dict[str, str], directory: str, descriptors: list[int]) -> None:
-    from evenstep.launcher.spawn.zygote import settle
+    from evenstep.launcher.spawn.zygote import become_fresh
 
     os.setsid()
     os.chdir(directory)
     _rewrite_mark(variables[MARK])
-    settle(variables, descriptors)
+    become_fresh(variables, descriptors)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     given = [str(Path(entry)) for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
     added = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

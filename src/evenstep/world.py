@@ -463,8 +463,8 @@ class World:
         if self.data_parallel is not self:
             return self.data_parallel.gather(tensor)
         check_rows(tensor, rank=self.rank)
-        carrier = self.transport if tensor.device.type == "cuda" else self.control
-        return gather_rows(carrier, self.control, tensor)
+        transport = self.transport if tensor.device.type == "cuda" else self.control
+        return gather_rows(transport, self.control, tensor)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s value, on every rank. Sent as JSON and tensors, never as a pickle.

@@ -21,7 +21,7 @@ from typing import Protocol
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, best_step, plan_removals
-from evenstep.checkpoint.lock import EXPIRES_AFTER_S, Lock, look, place_of, step_of, take_lock
+from evenstep.checkpoint.lock import EXPIRES_AFTER_S, Lock, place_of, read_top, step_of, take_lock
 from evenstep.checkpoint.store import Storage
 from evenstep.console import say
 from evenstep.errors import CheckpointError, EvenstepError, UsageError
@@ -29,7 +29,7 @@ from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
 _SEEN_WITHIN_S = 10.0  # until ranks of other nodes see a file: their file system may refresh rarely
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
 # Errors that mean damage: something else is in a file's place, or the file is shorter than it was.
 _OTHER_FILE = (0, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
@@ -37,7 +37,7 @@ _OTHER_FILE = (0, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.
 
 def checkpoints_in(storage: Storage) -> dict[int, str]:
     """The folder of each step that has a checkpoint, good or damaged, in ascending order. Needs no lock."""
-    return _by_step(look(storage).manifests(storage))
+    return _by_step(read_top(storage).manifests(storage))
 
 
 def _by_step(folders: list[str]) -> dict[int, str]:
@@ -207,14 +207,14 @@ class RunDirectory:
         problem, until = None, time.monotonic() + _SEEN_WITHIN_S
         while problem is None or time.monotonic() < until:
             try:
-                if look(self.storage).record.get("key") == key:
+                if read_top(self.storage).record.get("key") == key:
                     problem = None
                     break
                 why = "there is another file of its name, or none"
             except OSError as error:
                 why = str(error.strerror or error)
             problem = f"rank {self._world.rank} on {socket.gethostname()} doesn't see it: {why}"
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         problems = [each for each in self._world.exchange(problem) if each is not None]
         if problems:
             self.close()
@@ -286,7 +286,7 @@ class RunDirectory:
 
         def remove() -> None:
             self._confirm()
-            for folder in look(self.storage).manifests(self.storage):
+            for folder in read_top(self.storage).manifests(self.storage):
                 if step_of(folder) > after:
                     self._confirm()
                     remove_checkpoint(self.storage, folder)

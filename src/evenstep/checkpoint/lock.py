@@ -60,7 +60,7 @@ from evenstep.ground.host.processes import state_and_start
 
 RENEW_EVERY_S = 10.0
 EXPIRES_AFTER_S = 60.0
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _NUM_LOOKS = 20
 _MAX_BYTES = 16 << 20
 _LOCK = re.compile(r"lock-(\d{5,})\.json")
@@ -134,7 +134,7 @@ class Top:
         return [name for _, name in sorted(found) if manifests.NAME in storage.list(name)]
 
 
-def look(storage: Storage) -> Top:
+def read_top(storage: Storage) -> Top:
     """Read a directory. Needs no lock."""
     for left in reversed(range(_NUM_LOOKS)):
         names = storage.list()
@@ -146,7 +146,7 @@ def look(storage: Storage) -> Top:
         except FileNotFoundError:  # a higher one was created meanwhile
             if not left:
                 raise
-            time.sleep(_LOOK_EVERY_S / 10)
+            time.sleep(_POLL_EVERY_S / 10)
     return Top(0, {}, names)
 
 
@@ -188,7 +188,7 @@ class Lock:
             LockedError: Another job has taken the lock, because this one seemed dead.
             OSError: The storage can't be reached.
         """
-        top = look(self._storage)
+        top = read_top(self._storage)
         if top.number > self.number or top.record.get("key", self.record["key"]) != self.record["key"]:
             is_mine = _is_mine(top.record, self.record)
             who = "another Checkpointer of this process" if is_mine else f"pid {top.record.get('pid')}"
@@ -226,7 +226,7 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
     began = time.monotonic()
     first: Top | None = None
     while True:
-        top, age_s = look(storage), 0.0
+        top, age_s = read_top(storage), 0.0
         waited_s = time.monotonic() - began
         if top.number and not top.record.get("released"):
             try:
@@ -252,7 +252,7 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
                 f"evenstep: {storage.where} is locked by {held_by}, which can't be seen from here. Waiting for its "
                 f"next heartbeat; {EXPIRES_AFTER_S:.0f} s after the last one the lock is taken over"
             )
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def remove_lock(storage: Storage) -> str:
@@ -263,7 +263,7 @@ def remove_lock(storage: Storage) -> str:
         OSError: The storage can't be written to.
     """
     me = {**_identity(), "key": secrets.token_hex(8)}
-    top = look(storage)
+    top = read_top(storage)
     if not top.number or top.record.get("released"):
         return f"{storage.where} is not locked"
     if _runs_here(top.record, me):
@@ -283,7 +283,7 @@ def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
     storage.put_new(_name(number), json.dumps(record).encode())
     # Don't rely on the answer: a request whose answer was lost is sent twice, and another job may have created and
     # removed the number.
-    now = look(storage)
+    now = read_top(storage)
     if now.record.get("key") != me["key"]:
         return None
     found = Top(top.number, top.record, now.names).manifests(storage)
@@ -396,7 +396,7 @@ def _release(
     if thread is not threading.current_thread():
         thread.join(RENEW_EVERY_S)  # a storage that hangs must not block the end of the process
     with contextlib.suppress(OSError):
-        if look(storage).record.get("key") == record["key"]:
+        if read_top(storage).record.get("key") == record["key"]:
             _write(storage, number, record, released=True)
 
 

@@ -13,7 +13,7 @@ from evenstep.checkpoint.exchange import locate, without_numpy
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.load.compare import largest_difference
 from evenstep.checkpoint.load.reader import check_checkpoint, read_objects
-from evenstep.checkpoint.lock import look, remove_lock, step_of
+from evenstep.checkpoint.lock import read_top, remove_lock, step_of
 from evenstep.checkpoint.store import LocalDirectory, storage_at
 from evenstep.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def list_checkpoints(path: str) -> list[dict[str, Any]]:
         CheckpointError: There is no checkpoint.
     """
     storage = storage_at(path)
-    top = look(storage)
+    top = read_top(storage)
     found: list[dict[str, Any]] = []
     for folder in top.manifests(storage):
         facts: dict[str, Any] = {"state": "damaged", "why": top.damaged.get(folder)}

@@ -46,7 +46,7 @@ Answers = dict[int, Answer | Exit]
 
 # A signal that comes just before the parent sleeps doesn't wake it, so an interrupt would take effect only when a rank
 # answers. So the parent sleeps in short intervals.
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _STACK_S = 0.5
 
 
@@ -228,7 +228,7 @@ class RankGroup:
             if left_s <= 0 or (stop_early and _exits(answers)):
                 return
             connections = [rank.connection for rank in pending.values()]
-            ready = multiprocessing.connection.wait(connections, timeout=min(left_s, _LOOK_EVERY_S))
+            ready = multiprocessing.connection.wait(connections, timeout=min(left_s, _POLL_EVERY_S))
             for index, rank in pending.items():
                 # A process that a rank has forked may hold the rank's end of the pipe.
                 if rank.connection in ready or rank.process.poll() is not None:

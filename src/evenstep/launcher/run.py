@@ -216,7 +216,7 @@ class _Run:
             terminate_s=float(args.shutdown_timeout),
             stopped_grace_s=args.stopped_grace,
             node_timeout_s=args.node_timeout,
-            look_every_s=args.monitor_interval,
+            poll_every_s=args.monitor_interval,
             name_after_s=args.name_after,
             num_workers=self._num_ranks - args.servers if args.servers else 0,
         )

@@ -30,7 +30,7 @@ from evenstep.parameter_servers.preparation import Roles
 from evenstep.parameter_servers.shard import Pushed, Shard
 from evenstep.parameter_servers.wire import Client, Listener, Message
 
-_LOOK_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 TURN_S = 5.0  # of a wait; then the caller asks again
 _PARTING_S = 10.0  # for the others to leave at the end
 _FAILING_S = 0.5  # to answer waiting calls with the failure
@@ -117,8 +117,8 @@ class Server:
         try:
             while not self._has_ended:
                 if leader is None:
-                    self.execute(self._wait_for_decisions(self._done, _LOOK_EVERY_S))
-                    self.look()
+                    self.execute(self._wait_for_decisions(self._done, _POLL_EVERY_S))
+                    self.poll()
                 else:
                     failure = "" if self.error is None else self._failure
                     answer = leader.call("decisions", after=self._done, stops=self._is_to_stop, failure=failure)
@@ -193,7 +193,7 @@ class Server:
             )
             say(f"evenstep: stop requested; {what}")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """The first server's actions that depend on time."""
         missing = sorted(self._coordinator.expected)
         if missing and time.monotonic() - self._began_at > self._timeout_s:
@@ -283,7 +283,7 @@ class Server:
             self._stop(rank)
         if failure:
             self._happen(lambda coordinator: coordinator.fail(failure))
-        return Message({"decisions": self._wait_for_decisions(after, _LOOK_EVERY_S * 10)})
+        return Message({"decisions": self._wait_for_decisions(after, _POLL_EVERY_S * 10)})
 
     def _refusal(self, rank: int) -> Message | None:
         """The answer to a worker's call if the run, or the worker's part in it, has ended; else None."""

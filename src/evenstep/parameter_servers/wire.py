@@ -60,7 +60,7 @@ _HELLO = struct.Struct("!I32s32s")  # the client's rank, its random number and i
 _MOST_HEADER_BYTES = 1 << 24
 _NUM_WAITING = 32  # connections without a proof yet
 _HANDSHAKE_S = 5.0
-_LOOK_EVERY_S = 0.02
+_POLL_EVERY_S = 0.02
 _TURN_S = 1.0  # at most, of a wait
 _SAY_EVERY_S = 1.0
 _LEAST_TRIES = 5  # to connect again, even if this process was stopped meanwhile
@@ -167,7 +167,7 @@ class Listener:
         """Wait until all peers have left or are lost, or for the given time; then end all connections."""
         deadline = time.monotonic() + patience_s
         while any(each.connection is not None for each in list(self._peers.values())) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY_S / 10)
+            time.sleep(_POLL_EVERY_S / 10)
         with self._lock:
             self._is_closed = True
             connected = [each.connection for each in self._peers.values() if each.connection is not None]
@@ -194,7 +194,7 @@ class Listener:
                 if isinstance(error, RuntimeError):
                     connection.close()
                 self._make_room(0)
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
 
     def _make_room(self, most: int) -> None:
         with self._lock:
@@ -292,12 +292,12 @@ class Listener:
 
         See [Note: when a peer is lost].
         """
-        for _ in range(0 if end.errno in _NODE_IS_GONE else int(self._silent_s / _LOOK_EVERY_S)):
+        for _ in range(0 if end.errno in _NODE_IS_GONE else int(self._silent_s / _POLL_EVERY_S)):
             if peer.connection is not connection or self._is_closed:
                 return True
             if peer.pid and not is_running(peer.pid):
                 return False
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         return peer.connection is not connection or self._is_closed
 
 
@@ -452,7 +452,7 @@ class Client:
 
     def _reach(self) -> Line:
         """Connect. Repeat that for `silent_s`, unless nobody listens."""
-        for _ in range(_LEAST_TRIES + int(self._silent_s / _LOOK_EVERY_S)):
+        for _ in range(_LEAST_TRIES + int(self._silent_s / _POLL_EVERY_S)):
             try:
                 return self._connect()
             except PeerLostError:
@@ -461,7 +461,7 @@ class Client:
                 last = error
                 if isinstance(error, ConnectionRefusedError | FileNotFoundError | TimeoutError):
                     break
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         raise self._lost(last) from None
 
     def _connect(self) -> Line:

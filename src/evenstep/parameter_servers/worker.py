@@ -25,7 +25,7 @@ class Direct:
     def start(self, kind: str, tensors: Sequence[Tensor] = (), **head: Any) -> Callable[[], Message]:
         """See `Client.start`."""
         answer = self._server.answer(0, Message({"kind": kind, **head}, tensors))
-        self._server.look()
+        self._server.poll()
         if self._server.error is not None:
             raise self._server.error
         if self._server.stops:

@@ -94,8 +94,8 @@ def open_transports(
         if not isinstance(shared, str):
             shared.close()
         raise ConfigurationError(f"transport={name!r}: {why_gloo}. Leave the argument out, and Gloo is used.")
-    carrier = open_gloo(members, timeout_s=timeout_s) if isinstance(shared, str) else shared
-    return Transports(carrier, carrier.split(), timeout_s, requested, why_gloo)
+    transport = open_gloo(members, timeout_s=timeout_s) if isinstance(shared, str) else shared
+    return Transports(transport, transport.split(), timeout_s, requested, why_gloo)
 
 
 def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: float) -> SharedMemoryTransport | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 
 import pytest
 import torch
@@ -244,6 +245,20 @@ def test_a_wrapped_model_steps_as_one_process(ranks, fresh_seed, nproc):
 @pytest.mark.parametrize(("recompute", "broadcast"), [(False, True), (True, False), (None, False)])
 def test_checkpoints_and_buffers_that_are_not_broadcast(ranks, fresh_seed, recompute, broadcast):
     ranks.run(wrapped, 2, fresh_seed, 8, evenstep.SyncBatchNorm, recompute, broadcast)
+
+
+@on_ranks(2)
+def test_parts_are_warned_of_once(world):
+    model = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), evenstep.SyncBatchNorm(4)), world=world)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for num_parts in (1, 2, 2):
+            assert not caught or num_parts == 2
+            for part in model.microbatches(torch.randn(4, 3), num_parts):
+                model.backward(model(part).square().mean(), weight=len(part))
+            model.zero_grad()
+    told = [each for each in caught if "microbatches with SyncBatchNorm: 2 parts" in str(each.message)]
+    assert [each.filename for each in told] == ([__file__] if world.is_main else [])
 
 
 # ---------------------------------------------------------------------- ranks that have run out of batches

@@ -23,7 +23,7 @@ from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.lock import look
+from evenstep.checkpoint.lock import read_top
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
@@ -34,7 +34,7 @@ def training(directory, **options) -> Training:
 
 
 def is_released(directory: Path) -> bool:
-    return bool(look(LocalDirectory(directory)).record["released"])
+    return bool(read_top(LocalDirectory(directory)).record["released"])
 
 
 def steps(directory) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint import tools
-from evenstep.checkpoint.lock import LockedError, look, take_lock
+from evenstep.checkpoint.lock import LockedError, read_top, take_lock
 from evenstep.checkpoint.store import LocalDirectory
 
 
@@ -88,7 +88,7 @@ def test_which_locks_are_stale(tmp_path: Path, changes, is_certain):
 
 def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(locks, "RENEW_EVERY_S", 0.05)
-    monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(locks, "_POLL_EVERY_S", 0.02)
     lock = take_lock(LocalDirectory(tmp_path), {})
     lock.record |= {"boot": "elsewhere", "hostname": "node7"}
     as_of(tmp_path, 30, boot="elsewhere", hostname="node7")
@@ -132,7 +132,7 @@ def test_a_lock_that_another_job_has_created_at_the_same_moment_is_that_jobs(tmp
     monkeypatch.setattr(LocalDirectory, "put_new", outrun)
     with pytest.raises(LockedError, match="belongs to another job"):
         take_lock(LocalDirectory(tmp_path), {})
-    assert look(LocalDirectory(tmp_path)).record["key"] == "another"
+    assert read_top(LocalDirectory(tmp_path)).record["key"] == "another"
 
 
 def test_where_files_have_no_links_a_lock_is_created(tmp_path: Path, monkeypatch):

@@ -16,7 +16,7 @@ from evenstep import World
 from evenstep.checkpoint import tier as tiers
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in
-from evenstep.checkpoint.lock import look
+from evenstep.checkpoint.lock import read_top
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same
@@ -121,7 +121,7 @@ def test_what_a_later_attempt_did_not_go_on_from_is_void(tmp_path: Path, has_loc
     run = training(tmp_path, every_steps=4)
     assert run.checkpoint.resume() == 4
     run.checkpoint.close()
-    assert look(LocalDirectory(tmp_path / "saved")).record["resumes"] == [[1, 0], [2, 4]]
+    assert read_top(LocalDirectory(tmp_path / "saved")).record["resumes"] == [[1, 0], [2, 4]]
 
 
 def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_path: Path):

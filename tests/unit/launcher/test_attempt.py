@@ -64,7 +64,7 @@ def other_nodes(
     return others
 
 
-POLICY = StopPolicy(grace_s=0.2, evident_grace_s=0.1, terminate_s=0.3, save_s=0.3, look_every_s=0.01)
+POLICY = StopPolicy(grace_s=0.2, evident_grace_s=0.1, terminate_s=0.3, save_s=0.3, poll_every_s=0.01)
 WITNESS = CrashReport(0, 1, 1, True, 76, "PeerLostError: gone", "")
 GENUINE = CrashReport(0, 1, 1, False, 1, "ValueError: boom", "")
 

@@ -22,35 +22,35 @@ def is_in(state: str) -> RankState:
 def test_a_stopped_rank_is_told_of_once_and_given_up_after_the_grace() -> None:
     watch = StopWatch(report_after_s=2, grace_s=10)
     states = [RankState(0, 10, state="R", resident_bytes=1), is_in("T"), RankState(2, 12, 0)]
-    assert watch.look(0.0, states) == ([], None)
-    assert watch.look(1.9, states) == ([], None)
-    (line,), nobody = watch.look(2.0, states)
+    assert watch.poll(0.0, states) == ([], None)
+    assert watch.poll(1.9, states) == ([], None)
+    (line,), nobody = watch.poll(2.0, states)
     assert line.startswith(
         "rank 1 (pid 11) is stopped (state T) in backward, step 7 of this attempt, collective 5, since 2 s. kill -CONT"
     )
     assert nobody is None
-    assert watch.look(9.9, states) == ([], None)
-    lines, hang = watch.look(10.0, states)
+    assert watch.poll(9.9, states) == ([], None)
+    lines, hang = watch.poll(10.0, states)
     assert (lines, hang is not None and hang.rank) == ([], 1)
     assert watch.resident_bytes == {0: 1, 1: 2}
 
 
 def test_a_rank_that_goes_on_starts_anew_and_a_debugger_may_take_its_time() -> None:
     watch = StopWatch(report_after_s=2, grace_s=10)
-    watch.look(0.0, [is_in("T")])
-    watch.look(3.0, [is_in("T")])
-    assert watch.look(9.0, [is_in("S")]) == (["rank 1 (pid 11) goes on"], None)
-    assert watch.look(11.0, [is_in("T")]) == ([], None)
+    watch.poll(0.0, [is_in("T")])
+    watch.poll(3.0, [is_in("T")])
+    assert watch.poll(9.0, [is_in("S")]) == (["rank 1 (pid 11) goes on"], None)
+    assert watch.poll(11.0, [is_in("T")]) == ([], None)
     debugged = StopWatch(report_after_s=2, grace_s=10)
     for now in (0.0, 5.0, 500.0):
-        assert debugged.look(now, [is_in("t")])[1] is None
+        assert debugged.poll(now, [is_in("t")])[1] is None
 
 
 def test_a_rank_that_is_killed_while_it_is_suspended_does_not_go_on() -> None:
     watch = StopWatch(report_after_s=2, grace_s=10)
-    watch.look(0.0, [is_in("T")])
-    assert len(watch.look(3.0, [is_in("T")])[0]) == 1
-    assert watch.look(4.0, [RankState(1, 11, -9)]) == ([], None)
+    watch.poll(0.0, [is_in("T")])
+    assert len(watch.poll(3.0, [is_in("T")])[0]) == 1
+    assert watch.poll(4.0, [RankState(1, 11, -9)]) == ([], None)
 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_not_named_and_one_that_stays_is_before_two_seconds() -> None:
@@ -58,7 +58,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_named_and_one_that_stays_is_
     for stopped_s, is_named in ((1.0, False), (1.4, False), (1.9, True)):
         watch = StopWatch()
         looks = [number / 10 for number in range(40)]
-        told = {now: watch.look(now, [is_in("T" if now <= stopped_s else "S")])[0] for now in looks}
+        told = {now: watch.poll(now, [is_in("T" if now <= stopped_s else "S")])[0] for now in looks}
         assert [now for now, lines in told.items() if any("is stopped" in line for line in lines)] == [1.5] * is_named
 
 

@@ -11,7 +11,7 @@ import pytest
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.failure.detection import RankState
-from evenstep.launcher.failure.hangs import HangWatch, RankLook, packed, unpacked
+from evenstep.launcher.failure.hangs import HangWatch, RankView, packed, unpacked
 from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 
 SECOND = 1_000_000_000
@@ -42,7 +42,7 @@ class Ranks:
         self.stacks = dict.fromkeys(self.seen, ASLEEP)
         self.runs: set[int] = set(self.seen)
         self.gpus = set(self.seen) if gpus else set()
-        self.others: list[RankLook] = []
+        self.others: list[RankView] = []
         self.said: list[tuple[float, str]] = []
         self.asked: list[float] = []
         self.changes: Iterator[dict[int, str]] = iter(())
@@ -194,7 +194,7 @@ def test_ranks_of_another_node_are_known_by_what_its_launcher_publishes() -> Non
     looks = there.watch.looks
     for _ in range(50):
         here.go(0.25)
-        published = packed(here.watch.looks(int(here.now_s * SECOND)))
+        published = packed(here.watch.views(int(here.now_s * SECOND)))
         there.others = unpacked([("on node 0 (a)", published)])
         there.go(0.25)
         sent = [replace(look, rank=1, pid=77) for look in looks(int(there.now_s * SECOND))]

@@ -98,7 +98,7 @@ def launcher() -> Iterator[Launcher]:
 
 def wait_for(end: OtherNodes) -> RemoteFailure:
     deadline = time.monotonic() + 20
-    while (found := end.look()) is None:
+    while (found := end.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
@@ -113,7 +113,7 @@ def test_the_first_failure_published_wins_and_all_others_read_it(launcher: Launc
         assert told.status == 9
         assert told.text.startswith("on node 1 (")
         assert told.text.endswith("): rank 5 failed: \\x1b[2Jboom")
-    assert ends[1].look() is None, "nothing happened elsewhere"
+    assert ends[1].poll() is None, "nothing happened elsewhere"
 
 
 def test_a_node_that_was_asked_to_stop_stays_until_the_others_know(launcher: Launcher) -> None:
@@ -125,7 +125,7 @@ def test_a_node_that_was_asked_to_stop_stays_until_the_others_know(launcher: Lau
     ends[0].close()
     ends[1].check_for_new_node(longest_s=4)  # which the node that has gone doesn't answer
     assert ends[1].is_stopping
-    assert ends[1].look() is None, "no failure"
+    assert ends[1].poll() is None, "no failure"
 
 
 def test_what_ranks_of_other_nodes_do_is_known_after_they_are_gone(launcher: Launcher) -> None:
@@ -146,7 +146,7 @@ def test_a_node_that_starts_late_stops_nobody(launcher: Launcher, late: int) -> 
     ends = {node: launcher(node, 3, lost_after_s=1000.0) for node in range(3) if node != late}
     time.sleep(1.0)
     assert all(end._num_beats >= 2 for end in ends.values())
-    assert [end.look() for end in ends.values()] == [None, None]
+    assert [end.poll() for end in ends.values()] == [None, None]
     ends[late] = launcher(late, 3, lost_after_s=1000.0)
     assert not ends[late].check_for_new_node(longest_s=20)
     ends[1].announce_new_node(wait_s=20)

@@ -29,7 +29,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_finder_names_what_isnt_finite(bad):
     finder = Finder()
-    finder.look([*GRADIENTS], [*GRADIENTS.values()])
+    finder.check([*GRADIENTS], [*GRADIENTS.values()])
     assert finder.count() == 0, "large numbers whose sum is infinite are finite"
     assert finder.take() == []
     for name in GRADIENTS:
@@ -37,7 +37,7 @@ def test_a_finder_names_what_isnt_finite(bad):
         if name == "empty":
             continue
         changed[name][(-1,) * changed[name].dim()] = bad
-        finder.look([*changed], [*changed.values()])
+        finder.check([*changed], [*changed.values()])
         assert finder.count() > 0
         assert finder.take() == [name]
         assert finder.take() == []
@@ -48,9 +48,9 @@ def test_a_finder_looks_at_sparse_gradients_and_at_none():
     dense.grad = torch.ones(4, 2)
     sparse.grad = torch.sparse_coo_tensor([[1, 3]], [[1.0, 2.0], [math.nan, 1.0]], (4, 2), check_invariants=True)
     finder = Finder()
-    finder.look_in_grads(["dense", "sparse", "unused"], [dense, sparse, unused])
+    finder.check_grads(["dense", "sparse", "unused"], [dense, sparse, unused])
     assert finder.take() == ["sparse"]
-    finder.look_in_grads(["unused"], [unused])
+    finder.check_grads(["unused"], [unused])
     assert finder.take() == []
 
 

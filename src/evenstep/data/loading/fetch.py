@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
         num_samples: Samples of the global batch; known here only for streams.
         num_own: Samples of this rank.
         digests: For a stream, the digests of the steps that other workers load, up to and with this batch's step. For
-            numbered samples, the digests of the request's `looks`. Empty if nothing is compared.
+            numbered samples, the digests of the request's `has_digests`. Empty if nothing is compared.
         failure: A worker's `DataError`. If it were raised in the worker, torch would wrap it in tracebacks.
         state: The stream's state at the batch's end, with resume_streams="state".
     """
@@ -177,7 +177,7 @@ class SampleFetcher(Fetcher):
         else:
             batch = self._collated(self._samples(request))
         num_own = 0 if request.example is not None else len(request.samples)
-        return Loaded(batch, num_own=num_own, digests=self._looked() if request.looks else ())
+        return Loaded(batch, num_own=num_own, digests=self._looked() if request.has_digests else ())
 
     def _looked(self) -> tuple[int, int]:
         """Digests of two reads of a few fixed samples. They differ if the reads differ or fail."""

@@ -148,14 +148,14 @@ class Request(NamedTuple):
         step: Number of the step in the epoch.
         samples: Which samples; a list of int, or int64 [n] for data sets that give whole batches.
         example: A sample to build the batch of no samples from, if `samples` is empty; else None.
-        looks: Also make digests of a few fixed samples, to compare the ranks' data sets.
+        has_digests: Also make digests of a few fixed samples, to compare the ranks' data sets.
     """
 
     epoch: int
     step: int
     samples: Any
     example: Any = None
-    looks: bool = False
+    has_digests: bool = False
 
 
 @dataclass(frozen=True)

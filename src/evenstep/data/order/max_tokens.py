@@ -92,17 +92,17 @@ def cut(lengths: Tensor, max_tokens: int) -> list[int]:
         max_tokens: The limit on a batch's number of samples times its longest sample.
     """
     sizes = []
-    start, look = 0, 64
+    start, ahead = 0, 64
     while start < len(lengths):
-        part = lengths[start : start + look]
+        part = lengths[start : start + ahead]
         # Divided, because a product of the largest numbers would overflow. Both sides are monotonic.
         size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1, device="cpu")).sum())
         if size == len(part) and start + size < len(lengths):
-            look *= 2  # the batch may be longer than the range that was checked
+            ahead *= 2  # the batch may be longer than the range that was checked
             continue
         sizes.append(size)
         start += size
-        look = max(16, 2 * size)
+        ahead = max(16, 2 * size)
     return sizes
 
 

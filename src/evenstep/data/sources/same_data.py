@@ -70,7 +70,7 @@ class SameData:
         own = torch.tensor(list(digests), dtype=torch.int64, device="cpu")
         self._work = transport.all_gather(self._found.view(-1), own)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Warn of ranks that differ, as soon as all digests have arrived.
 
         If some don't arrive in time, there is no verdict.

@@ -139,15 +139,15 @@ class SampleSource(Source):
         else:
             as_tensors = torch_loader is None and self.fetcher.wants_tensors
             wanted = self._computed(epoch, start, marks, as_tensors=as_tensors)
-        looks = self._same_data.begins(self.transport.world_size)
-        if looks:
-            wanted = chain((first._replace(looks=True) for first in islice(wanted, 1)), wanted)
+        has_digests = self._same_data.begins(self.transport.world_size)
+        if has_digests:
+            wanted = chain((first._replace(has_digests=True) for first in islice(wanted, 1)), wanted)
         with self.loading(wanted, torch_loader, partial(self._doing, epoch)) as batches:
             for loaded in batches:
                 self._validate_same(agreement, epoch)
-                if looks and loaded.digests:
+                if has_digests and loaded.digests:
                     self._same_data.start(loaded.digests, self.transport)
-                self._same_data.look()
+                self._same_data.poll()
                 yield marks.popleft(), loaded
         self._validate_same(agreement, epoch)
 

@@ -157,7 +157,7 @@ class _File:
         return (self.size - self.header_bytes) // self.dtype.itemsize
 
 
-def _look(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
+def _file_at(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
     state = os.stat(path)
     return _File(path, dtype, header_bytes, state.st_size, state.st_mtime_ns)
 
@@ -171,7 +171,7 @@ def _opened(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
     """
     if not os.path.isfile(path):
         raise ConfigurationError(f"TokenDataset: {path} is {'no file' if os.path.exists(path) else 'not there'}.")
-    file = _look(path, dtype, header_bytes)
+    file = _file_at(path, dtype, header_bytes)
     if file.size < header_bytes:
         raise DataError(f"{path}, byte {file.size}: the file ends inside of its header of {header_bytes} bytes.")
     rest = (file.size - header_bytes) % dtype.itemsize
@@ -192,7 +192,7 @@ def _tokens_of(shard: _File | Array) -> Array:
     if not isinstance(shard, _File):
         return shard
     try:
-        now = _look(shard.path, shard.dtype, shard.header_bytes)
+        now = _file_at(shard.path, shard.dtype, shard.header_bytes)
     except OSError as error:
         raise DataError(f"{shard.path} can't be read any more: {error.strerror}.") from None
     if now != shard:

@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Mult
 
 from evenstep.ground.compat.private_names import PrivateName
 
-_LOOK_S = 0.5  # how often the processes of overdue workers are checked
+_POLL_S = 0.5  # how often the processes of overdue workers are checked
 _END_WITHIN_S = 2.0
 
 MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
@@ -47,7 +47,7 @@ class WorkerLoader(DataLoader[Any]):
 class _Workers(_MultiProcessingDataLoaderIter):
     """An iterator of torch's loader over its workers.
 
-    Dead workers are noticed only in `next`, and within `_LOOK_S`. torch's signal handler would raise at any place in
+    Dead workers are noticed only in `next`, and within `_POLL_S`. torch's signal handler would raise at any place in
     the main thread, such as the user's forward pass, and wouldn't name the sample; and torch checks overdue workers
     every 5 s only.
 
@@ -66,7 +66,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
         atexit.unregister(_kill_all)
         atexit.register(_kill_all)  # before multiprocessing's, which was registered earlier
 
-    def _try_get_data(self, timeout: float = _LOOK_S) -> Any:
+    def _try_get_data(self, timeout: float = _POLL_S) -> Any:
         return super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:

@@ -27,7 +27,7 @@ from evenstep.ground.environment import Placement, current_placement, is_claimed
 from evenstep.ground.health import heartbeat, peer_heartbeats
 from evenstep.ground.health.heartbeat import Heartbeat, Phase, mark
 
-_LOOK_EVERY_STEPS = 16
+_POLL_EVERY_STEPS = 16
 WINDOW_S = 10.0
 
 
@@ -92,13 +92,13 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
     _counts[key] += 1
     most = max(_counts.values())
     mark(Phase.BETWEEN_STEPS, step=most)
-    if most % _LOOK_EVERY_STEPS == 0:
+    if most % _POLL_EVERY_STEPS == 0:
         mark_compilations()
-        if most == _LOOK_EVERY_STEPS:
+        if most == _POLL_EVERY_STEPS:
             validate_roles()
             for line in find_misuse(current_placement()):
                 say(f"evenstep: {line}")
-        _watch.look(time.monotonic())
+        _watch.poll(time.monotonic())
 
 
 def find_misuse(placement: Placement) -> list[str]:
@@ -179,7 +179,7 @@ class StragglerWatch:
         self._suspects: frozenset[int] = frozenset()
         self._told: set[int] = set()
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Read the pages if a window has passed, and warn of slow ranks."""
         if self._before is not None and now - self._before[0] < WINDOW_S:
             return

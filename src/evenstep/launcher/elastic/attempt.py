@@ -58,7 +58,7 @@ from evenstep.launcher.failure.verdict import (
 from evenstep.launcher.spawn.child import Child, Guard, stop
 
 _POLL_S = 0.02
-_LOOK_EVERY_S = 0.25  # between checks for hangs
+_POLL_EVERY_S = 0.25  # between checks for hangs
 _STACK_S = 0.3
 
 
@@ -93,7 +93,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ reading
 
-    def look(self) -> list[RankState]:
+    def poll(self) -> list[RankState]:
         """The present state of each rank."""
         return [
             look_at(rank, process, self._pages[rank], was_stopped=rank in self.stopped, is_lost=rank in self.lost)
@@ -199,7 +199,7 @@ class Attempt:
         )
         self._stack_request: StackRequest | None = None
         self._worker_stacks = WorkerStacks()
-        self._last_look = 0.0
+        self._last_poll = 0.0
         self._num_memory_kills = count_memory_kills()
         self._noticed: list[RankState] = []  # the states when the failure was noticed
         self._saved_ns: int | None = None
@@ -214,7 +214,7 @@ class Attempt:
     def watch(self) -> End:
         """Watch until all ranks have ended, or can't be killed. A signal raises an exception out of it."""
         while True:
-            states = self._look()
+            states = self._poll()
             step = judge(
                 Situation(
                     states,
@@ -239,7 +239,7 @@ class Attempt:
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the remaining ranks, for torchelastic. Ignores torchelastic's `timeout`: the policy's holds."""
         if not self._is_closed:
-            may_save = self._others is None or self._others.look() is None
+            may_save = self._others is None or self._others.poll() is None
             if self._others is not None:
                 self._others.announce_stop()
             self._stop(death_sig, may_save=may_save)
@@ -250,13 +250,13 @@ class Attempt:
     @property
     def has_saved(self) -> bool:
         """Whether all ranks have saved and ended after a request to stop, except those that were left behind."""
-        return {each.exit_code for each in self._ranks.look() if not each.is_lost} == {EXIT_PREEMPTED}
+        return {each.exit_code for each in self._ranks.poll() if not each.is_lost} == {EXIT_PREEMPTED}
 
     # ------------------------------------------------------------------ while it runs
 
-    def _look(self) -> list[RankState]:
+    def _poll(self) -> list[RankState]:
         """The states of ranks that count: not those that were killed and that the others continue without."""
-        states = [each for each in self._ranks.look() if not each.is_lost]
+        states = [each for each in self._ranks.poll() if not each.is_lost]
         if self._failed_ns is None and not self._ranks.stopped:
             for each in find_lost(states, self._policy.num_workers):
                 self._ranks.lost.add(each.rank)
@@ -281,19 +281,19 @@ class Attempt:
             self._ranks.kill(self._hang.rank)  # then it is lost like any other killed rank
             self._hang = None
         if self._others is not None:
-            self._remote_failure = self._others.look()
+            self._remote_failure = self._others.poll()
             if any(each.is_leaving or each.exit_code == 0 for each in states):
                 self._others.publish_leaving()
         self._new_node_waits = self._num_nodes_waiting() > 0
         if self._hang is None and self._remote_failure is None and not self._new_node_waits:
-            self._ranks.await_end(self._policy.look_every_s)
+            self._ranks.await_end(self._policy.poll_every_s)
 
     def _find_hang(self, states: Sequence[RankState]) -> Hang | None:
         """Report suspended and overdue ranks; returns one that is given up."""
         now = time.monotonic()
-        lines, hang = self._stop_watch.look(now, states)
-        if now - self._last_look >= _LOOK_EVERY_S:
-            self._last_look = now
+        lines, hang = self._stop_watch.poll(now, states)
+        if now - self._last_poll >= _POLL_EVERY_S:
+            self._last_poll = now
             # Suspended ranks have already been named.
             running = {each.rank: each.page for each in states if not each.is_suspended}
             hang = hang or find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
@@ -306,7 +306,7 @@ class Attempt:
         """Lines about ranks that keep the others waiting. Never blocks: stacks are requested now, and read later."""
         now_ns, watch = time.monotonic_ns(), self._hang_watch
         watch.observe(now_ns, states)
-        others = unpacked(self._others.looks()) if self._others is not None else []
+        others = unpacked(self._others.views()) if self._others is not None else []
         if self._stack_request is not None:
             if self._stack_request.is_complete():
                 with_gpu = [each.rank for each in states if each.runs and has_gpu(each.pid)]
@@ -316,11 +316,11 @@ class Attempt:
             self._stack_request = self._ranks.request_stacks(states)
             watch.asked()
         if self._others is not None:
-            self._others.publish_looks(packed(watch.looks(now_ns)))
+            self._others.publish_views(packed(watch.views(now_ns)))
         lines, loading = watch.judge(now_ns, others), watch.loading()
         self._ranks.request_worker_stacks(self._worker_stacks, (each for each in states if each.rank in loading))
         if self._stack_request is None:  # ranks and workers write to the same file
-            lines += self._worker_stacks.look()
+            lines += self._worker_stacks.poll()
         return lines
 
     def _leave_behind(self, late: Sequence[RankState]) -> None:
@@ -365,7 +365,7 @@ class Attempt:
             if self._others is not None:
                 self._others.announce_new_node()  # first: else other nodes may mistake our ranks' end for a failure
             self._stop(signal.SIGTERM, may_save=True)
-            self.saved = _saved_here(self._ranks.look())
+            self.saved = _saved_here(self._ranks.poll())
         self._close()
         return end
 
@@ -378,7 +378,7 @@ class Attempt:
             return True
         self._others.publish_end(how)
         ends = self._others.await_ends(self._policy.terminate_s if how is Parting.SAVED else math.inf)
-        self._remote_failure = self._others.look()
+        self._remote_failure = self._others.poll()
         self._was_left = Parting.LOST in ends
         return how is Parting.SAVED or not (self._remote_failure is not None or self._was_left)
 
@@ -387,7 +387,7 @@ class Attempt:
         if not (is_known(states) or self._hang or self._remote_failure):
             self._stacks = self._read_stacks(states)
         self._stop(signal.SIGKILL if step is Step.KILL else signal.SIGTERM)
-        ended, on_other_nodes = self._ranks.look(), list[str]()
+        ended, on_other_nodes = self._ranks.poll(), list[str]()
         was_stopping = any(Note.STOPS in each.notes for each in ended)
         failure = failure_of(ends_of(ended), reports_of(ended), attempt=self._number)
         if failure is None and self._hang is not None:  # the hanging rank can't be killed
@@ -435,7 +435,7 @@ class Attempt:
             first: The signal to send first.
             may_save: All ranks still run, as a save requires, so they get the time for it.
         """
-        saves, policy = may_save and _saved_here(self._ranks.look()).saves, self._policy
+        saves, policy = may_save and _saved_here(self._ranks.poll()).saves, self._policy
         if saves and first == signal.SIGINT:
             say("evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them")
         patience_s = policy.save_s if saves else policy.terminate_s

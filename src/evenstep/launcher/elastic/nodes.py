@@ -166,7 +166,7 @@ class OtherNodes:
         """Whether a node has announced a new node that waits to join."""
         return any("new_node" in record for record in (self._mine, *self._facts.values()))
 
-    def look(self) -> RemoteFailure | None:
+    def poll(self) -> RemoteFailure | None:
         """A failure on another node, if one is known. Never blocks."""
         if self._remote_failure is not None:
             return self._remote_failure
@@ -203,16 +203,16 @@ class OtherNodes:
         """Whether another node was asked to stop: nodes that started again would wait for it."""
         return any("stops" in facts for facts in self._facts.values())
 
-    def publish_looks(self, text: str) -> None:
+    def publish_views(self, text: str) -> None:
         """Publish where this node's ranks are; "": it isn't known. Never blocks."""
         now = time.monotonic()
         if now - self._looks_at > _LOOKS_S or not text:
             self._looks_at = now
-            self._publish(looks=text)
+            self._publish(views=text)
 
-    def looks(self) -> list[tuple[str, str]]:
+    def views(self) -> list[tuple[str, str]]:
         """(Description of a node, its published text) for all other nodes that have published one. Never blocks."""
-        return self._of_all("looks")
+        return self._of_all("views")
 
     def request_states(self) -> None:
         """Have the thread read the other nodes' lines on their ranks."""
@@ -247,7 +247,7 @@ class OtherNodes:
         Nodes that start again with a new node don't end in this way, and aren't awaited.
         """
         began = time.monotonic()
-        while not self._have_all("ended") and self.look() is None and not self._has_ended.is_set():
+        while not self._have_all("ended") and self.poll() is None and not self._has_ended.is_set():
             waited_s = time.monotonic() - began
             if waited_s > longest_s or self.new_node_waits:
                 break
@@ -450,7 +450,7 @@ def agree_on_cause(
     published, began = None, time.monotonic()
     if failure.only_secondary and not failure.left:
         others.publish_end(Parting.LOST)
-    while failure.only_secondary and (published := others.look()) is None:
+    while failure.only_secondary and (published := others.poll()) is None:
         is_leaving = others.somebody_leaves and not failure.left
         if others.new_node_waits or time.monotonic() - began > (patience_s if is_leaving else grace_s):
             break

@@ -34,7 +34,7 @@ _BACKEND = "evenstep"  # the name of both handlers in torchelastic
 _PORT = 29500  # torchrun's default
 _ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _LINGER_S = 1.0  # before the store ends with its node: the others still have to read the reason
 
 
@@ -213,7 +213,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
                     f"evenstep: the run has another node with --node-rank {self.rank}: this node waits for the next "
                     f"attempt, to replace it"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         raise ConfigurationError(
             f"node 0 began no other attempt within {self.timeout.total_seconds():g} s. Start all nodes anew."
         )
@@ -245,7 +245,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
             if waited_s > _REPORT_AFTER_S and not is_reported:
                 is_reported = True
                 say(f"evenstep: waiting for {names}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 def bound_answers(handler: RendezvousHandler) -> None:

@@ -170,7 +170,7 @@ class StopWatch:
         self._told: set[int] = set()
         self.resident_bytes: dict[int, int] = {}  # by rank, at the last check
 
-    def look(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
+    def poll(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
         """(Lines to print, the rank that is given up or None).
 
         Args:

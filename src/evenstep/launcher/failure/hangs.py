@@ -53,7 +53,7 @@ _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST
 
 
 @dataclass(frozen=True)
-class RankLook:
+class RankView:
     """The known state of a rank; also sent to the launchers of other nodes.
 
     Attributes:
@@ -99,43 +99,43 @@ class RankLook:
 class HeldUp:
     """Ranks that wait, and the missing ranks that they wait for. If none is missing they wait for each other."""
 
-    missing: tuple[RankLook, ...]
-    waiting: tuple[RankLook, ...]
+    missing: tuple[RankView, ...]
+    waiting: tuple[RankView, ...]
 
     @property
     def waited_s(self) -> float:
         """The longest wait of these ranks."""
-        return max(look.waited_s for look in self.waiting)
+        return max(view.waited_s for view in self.waiting)
 
     @property
     def key(self) -> tuple[frozenset[int], frozenset[str]]:
         """Which ranks are missing, and where the others wait."""
-        return frozenset(look.rank for look in self.missing), frozenset(look.site for look in self.waiting)
+        return frozenset(view.rank for view in self.missing), frozenset(view.site for view in self.waiting)
 
 
 def find_held_up(
-    looks: Iterable[RankLook], *, num_ranks: int, longer: Mapping[object, float] | None = None
+    views: Iterable[RankView], *, num_ranks: int, longer: Mapping[object, float] | None = None
 ) -> HeldUp | None:
     """The ranks that keep others waiting for longer than allowed; None: there are none. Pure.
 
     Args:
-        looks: The states of ranks on all nodes.
+        views: The states of ranks on all nodes.
         num_ranks: Number of all ranks: they wait for each other only if all are known to wait.
         longer: By `HeldUp.key`, a longer allowed time in seconds, because the same wait has ended by itself before.
     """
-    looks = sorted(looks, key=lambda look: (look.step, look.rank))
-    waiting = tuple(look for look in looks if look.call and look.is_sure)
-    is_idle = any(look.is_idle for look in waiting)
-    missing = tuple(look for look in looks if not look.call and (look.is_sure or is_idle))
+    views = sorted(views, key=lambda view: (view.step, view.rank))
+    waiting = tuple(view for view in views if view.call and view.is_sure)
+    is_idle = any(view.is_idle for view in waiting)
+    missing = tuple(view for view in views if not view.call and (view.is_sure or is_idle))
     if not waiting:
         return None
     found = HeldUp(missing, waiting)
     if missing:
-        allowed = min(look.allowed_s for look in waiting) * min(look.patience for look in missing)
+        allowed = min(view.allowed_s for view in waiting) * min(view.patience for view in missing)
         is_long = found.waited_s >= max(allowed, (longer or {}).get(found.key, 0.0))
-    elif len(waiting) == num_ranks > 1 and not any(look.is_for_device for look in waiting):
+    elif len(waiting) == num_ranks > 1 and not any(view.is_for_device for view in waiting):
         factor = 1.0 if _differ(waiting) else _SAME_CALL
-        is_long = all(look.waited_s >= factor * look.allowed_s for look in waiting)
+        is_long = all(view.waited_s >= factor * view.allowed_s for view in waiting)
     else:
         is_long = False
     return found if is_long else None
@@ -146,24 +146,24 @@ def describe_held_up(found: HeldUp) -> list[str]:
     since = f"since {found.waited_s:.0f} s"
     lines = []
     if found.missing:
-        names = " and ".join(f"{look.name} is {look.phase}" for look in found.missing[:_MOST_STACKS])
+        names = " and ".join(f"{view.name} is {view.phase}" for view in found.missing[:_MOST_STACKS])
         rest = len(found.missing) - _MOST_STACKS
         names += f" and {rest} others are missing, too" if rest > 0 else ""
-        limit = max((look.limit_s for look in found.missing if look.limit_s is not None), default=None)
+        limit = max((view.limit_s for view in found.missing if view.limit_s is not None), default=None)
         them = found.missing[0].name.partition(" (")[0] if len(found.missing) == 1 else "they"
         end = f"The run goes on; another line says when {them} {'has' if len(found.missing) == 1 else 'have'} come"
-        if any(look.has_ended for look in found.missing):
+        if any(view.has_ended for view in found.missing):
             end = "They wait until their connections or deadlines end the wait"
         if limit is not None:
             end = f"All ranks are stopped after {limit:g} s"
-        if not any(look.step for look in found.waiting):
+        if not any(view.step for view in found.waiting):
             end = f"No step has been finished yet, and the first step may take long. {end}"
         lines.append(f"{names}; {_ranks(found.waiting)} {since}. {end}")
-        for look in found.missing[:_MOST_STACKS]:
-            if look.stack:
-                lines.append(f"rank {look.rank} is here:\n{look.stack}")
-            elif look.site:
-                lines.append(f"rank {look.rank} is here: {look.site}")
+        for view in found.missing[:_MOST_STACKS]:
+            if view.stack:
+                lines.append(f"rank {view.rank} is here:\n{view.stack}")
+            elif view.site:
+                lines.append(f"rank {view.rank} is here: {view.site}")
     elif _differ(found.waiting):
         lines.append(
             f"all ranks wait for each other {since}, but in different places. All ranks have to call the same "
@@ -182,24 +182,24 @@ def describe_arrival(found: HeldUp, waited_s: float) -> str:
     """The line that is printed when those that waited go on. Pure."""
     if not found.missing:
         return f"the ranks that waited for each other go on, after {waited_s:.0f} s"
-    names = " and ".join(look.name for look in found.missing[:_MOST_STACKS])
+    names = " and ".join(view.name for view in found.missing[:_MOST_STACKS])
     verb = "has" if len(found.missing) == 1 else "have"
     return f"{names} {verb} come, after {waited_s:.0f} s: the ranks that waited go on"
 
 
-def _waits_still(before: RankLook, looks: Mapping[int, RankLook]) -> bool:
+def _waits_still(before: RankView, views: Mapping[int, RankView]) -> bool:
     """Whether a rank still waits at the same place. A rank that waits at another place by now has made progress."""
-    now = looks[before.rank]
+    now = views[before.rank]
     return bool(now.call) and (now.step, now.site) == (before.step, before.site)
 
 
-def _differ(waiting: Sequence[RankLook]) -> bool:
-    return len({(look.site, look.call, look.step) for look in waiting}) > 1
+def _differ(waiting: Sequence[RankView]) -> bool:
+    return len({(view.site, view.call, view.step) for view in waiting}) > 1
 
 
-def _ranks(looks: Sequence[RankLook]) -> str:
-    verb = "waits" if len(looks) == 1 else "wait"
-    return f"{_numbers(look.rank for look in looks)} {verb}"
+def _ranks(views: Sequence[RankView]) -> str:
+    verb = "waits" if len(views) == 1 else "wait"
+    return f"{_numbers(view.rank for view in views)} {verb}"
 
 
 def _numbers(ranks: Iterable[int]) -> str:
@@ -214,16 +214,16 @@ def _numbers(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == len(runs[0]) == 1 else f"ranks {text}"
 
 
-def _sites(waiting: Sequence[RankLook]) -> list[str]:
+def _sites(waiting: Sequence[RankView]) -> list[str]:
     """The places where ranks wait, a line for each place."""
-    by_site: dict[tuple[str, str, int], list[RankLook]] = {}
-    for look in waiting:
-        by_site.setdefault((look.call, look.site, look.step), []).append(look)
+    by_site: dict[tuple[str, str, int], list[RankView]] = {}
+    for view in waiting:
+        by_site.setdefault((view.call, view.site, view.step), []).append(view)
     lines = []
-    for (call, site, step), looks in [*by_site.items()][:_MOST_SITES]:
-        place = "for the GPU, in " if looks[0].is_for_device else "in "
+    for (call, site, step), views in [*by_site.items()][:_MOST_SITES]:
+        place = "for the GPU, in " if views[0].is_for_device else "in "
         at = f", at {site}" if site else ""
-        lines.append(f"{_ranks(looks)} {place}{call}{_of_step(step)}{at}")
+        lines.append(f"{_ranks(views)} {place}{call}{_of_step(step)}{at}")
     return lines
 
 
@@ -244,7 +244,7 @@ class _Track:
     used: tuple[int, int] = (0, 0)  # (time, processor time used until then)
     stepped: tuple[int, int] = (0, 0)
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    num_looks: int = 0  # since the page changed
+    num_polls: int = 0  # since the page changed
     looked_ns: int = 0
     streak: int = 0
     place: Place | None = None
@@ -288,7 +288,7 @@ class HangWatch:
             self._note_use(track, seen.on_core_ns, now_ns)
         self._num_excused = max(0, self._num_excused - 1)
 
-    def is_due(self, now_ns: int, others: Sequence[RankLook] = ()) -> bool:
+    def is_due(self, now_ns: int, others: Sequence[RankView] = ()) -> bool:
         """Whether the stacks of this node's ranks are needed.
 
         Args:
@@ -299,8 +299,8 @@ class HangWatch:
         if now_ns - self._looked_ns < min(1e9, allowed_ns / 8):
             return False
         running = [track for track in self._tracks.values() if track.seen.page is not None and _runs(track.seen)]
-        asked = self._event is None and any(look.call for look in others)
-        if (asked or (self._event is not None and not all(look.is_idle for look in self._event.waiting))) and (
+        asked = self._event is None and any(view.call for view in others)
+        if (asked or (self._event is not None and not all(view.is_idle for view in self._event.waiting))) and (
             now_ns - self._looked_ns >= allowed_ns / 4
         ):
             return bool(running)
@@ -318,7 +318,7 @@ class HangWatch:
         is_idle = waits or (idle_ns > 0 and idle_ns >= min(quiet_ns, stalled_ns) / 2)
         if not self._may_have_gpus and (quiet_ns < allowed_ns / 4 or (is_idle and stalled_ns < allowed_ns)):
             return False
-        return stalled_ns >= _look_at(track.num_looks) * allowed_ns
+        return stalled_ns >= _poll_at(track.num_polls) * allowed_ns
 
     def asked(self) -> None:
         """Record that stacks are requested now: writing them uses the processor in a thread that waits."""
@@ -347,30 +347,30 @@ class HangWatch:
             is_same = before is not None and before.call == place.call and (not place.call or before == place)
             track.streak = track.streak + 1 if is_same else 1
             track.place, track.looked_ns = place, now_ns
-            track.num_looks = _next_look(track.num_looks, (now_ns - track.changed_ns) / allowed_ns)
+            track.num_polls = _next_poll(track.num_polls, (now_ns - track.changed_ns) / allowed_ns)
 
-    def looks(self, now_ns: int) -> list[RankLook]:
+    def views(self, now_ns: int) -> list[RankView]:
         """The known states of this node's ranks, also for the launchers of other nodes."""
-        found = (self._look(rank, track, now_ns) for rank, track in sorted(self._tracks.items()))
-        return [look for look in found if look is not None]
+        found = (self._view(rank, track, now_ns) for rank, track in sorted(self._tracks.items()))
+        return [view for view in found if view is not None]
 
-    def judge(self, now_ns: int, others: Sequence[RankLook] = ()) -> list[str]:
+    def judge(self, now_ns: int, others: Sequence[RankView] = ()) -> list[str]:
         """Lines to print.
 
         Args:
             now_ns: The time.
             others: What other nodes have published.
         """
-        looks = {look.rank: look for look in (*others, *self.looks(now_ns))}
-        lines = self._follow_event(now_ns, looks)
-        found = find_held_up(looks.values(), num_ranks=self._num_ranks, longer=self._longer)
+        views = {view.rank: view for view in (*others, *self.views(now_ns))}
+        lines = self._follow_event(now_ns, views)
+        found = find_held_up(views.values(), num_ranks=self._num_ranks, longer=self._longer)
         if found is None or (self._event is not None and self._is_known(found)):
             return lines
         self._event, self._longest_s, self._moved_ns = found, found.waited_s, None
-        self._workers_due = {look.rank for look in found.missing if look.rank in self._tracks and not look.where}
+        self._workers_due = {view.rank for view in found.missing if view.rank in self._tracks and not view.where}
         if not self._was_said(found):
             return lines
-        self._unshown = {look.rank for look in found.missing[:_MOST_STACKS] if not (look.stack or look.has_ended)}
+        self._unshown = {view.rank for view in found.missing[:_MOST_STACKS] if not (view.stack or view.has_ended)}
         return lines + describe_held_up(found)
 
     def loading(self) -> list[int]:
@@ -391,15 +391,15 @@ class HangWatch:
             return bool(found.missing) is bool(self._event.missing)
         return found.key[0] <= self._event.key[0]
 
-    def _follow_event(self, now_ns: int, looks: Mapping[int, RankLook]) -> list[str]:
+    def _follow_event(self, now_ns: int, views: Mapping[int, RankView]) -> list[str]:
         """The line that the ranks continue, if they do."""
         event = self._event
         if event is None:
             return []
-        waiting = [looks[each.rank] for each in event.waiting if each.rank in looks and _waits_still(each, looks)]
+        waiting = [views[each.rank] for each in event.waiting if each.rank in views and _waits_still(each, views)]
         if waiting:
-            self._longest_s, self._moved_ns = max(self._longest_s, *(look.waited_s for look in waiting)), None
-            return self._show_late_stacks(looks)
+            self._longest_s, self._moved_ns = max(self._longest_s, *(view.waited_s for view in waiting)), None
+            return self._show_late_stacks(views)
         if self._moved_ns is None:
             self._moved_ns = now_ns
         if now_ns - self._moved_ns < _CONFIRM_NS:
@@ -408,20 +408,20 @@ class HangWatch:
         self._longer[event.key] = 2 * self._longest_s
         return [describe_arrival(event, self._longest_s)] if self._was_said(event) else []
 
-    def _show_late_stacks(self, looks: Mapping[int, RankLook]) -> list[str]:
+    def _show_late_stacks(self, views: Mapping[int, RankView]) -> list[str]:
         """The stacks of ranks that hadn't answered when they were named, which may take a while on a busy node."""
-        late = [looks[rank] for rank in sorted(self._unshown) if rank in looks and looks[rank].stack]
-        self._unshown -= {look.rank for look in late}
-        return [f"rank {look.rank} is here:\n{look.stack}" for look in late]
+        late = [views[rank] for rank in sorted(self._unshown) if rank in views and views[rank].stack]
+        self._unshown -= {view.rank for view in late}
+        return [f"rank {view.rank} is here:\n{view.stack}" for view in late]
 
     def _was_said(self, event: HeldUp) -> bool:
         """Whether this watch has to name the missing rank: `StopWatch` names suspended ranks."""
         own = self._tracks.keys()
-        return not event.missing or not all(look.is_suspended and look.rank in own for look in event.missing)
+        return not event.missing or not all(view.is_suspended and view.rank in own for view in event.missing)
 
     def _note_page(self, track: _Track, page: Heartbeat) -> None:
         if page.time_ns > track.changed_ns:
-            track.changed_ns, track.num_looks = page.time_ns, 0
+            track.changed_ns, track.num_polls = page.time_ns, 0
             if track.place is not None and track.place.call:
                 track.place = None  # it has made progress
         step, at_ns = track.stepped
@@ -452,17 +452,17 @@ class HangWatch:
         medians = (statistics.median(track.steps_s) for track in self._tracks.values() if track.steps_s)
         return max(self._after_s, _NUM_STEPS * max(medians, default=0.0))
 
-    def _look(self, rank: int, track: _Track, now_ns: int) -> RankLook | None:
+    def _view(self, rank: int, track: _Track, now_ns: int) -> RankView | None:
         seen, page = track.seen, track.seen.page
         step = 0 if page is None else page.step
-        look = RankLook(rank, track.pid, step, allowed_s=self._allowed_s(), is_sure=True)
+        view = RankView(rank, track.pid, step, allowed_s=self._allowed_s(), is_sure=True)
         if seen.exit_code is not None:
             how = f"no longer there: it has ended with status 0, after {step} steps"
-            return replace(look, phase=how, has_ended=True) if seen.exit_code == 0 else None
+            return replace(view, phase=how, has_ended=True) if seen.exit_code == 0 else None
         if page is None:
             return None
         if seen.is_suspended:
-            return replace(look, phase=f"stopped (state {seen.state}){_of_step(step)}", is_suspended=True)
+            return replace(view, phase=f"stopped (state {seen.state}){_of_step(step)}", is_suspended=True)
         place = track.place
         if place is None:
             return None
@@ -476,7 +476,7 @@ class HangWatch:
         if not call and (now_ns - track.looked_ns) / 1e9 > _FRESH_S:
             return None
         return replace(
-            look,
+            view,
             call=call,
             is_for_device=place.is_for_device,
             is_idle=bool(call) and is_idle,
@@ -496,13 +496,13 @@ class HangWatch:
         return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None
 
 
-def _look_at(number: int) -> float:
+def _poll_at(number: int) -> float:
     """The times of stack checks, as multiples of the time after which a rank is named."""
     return _LOOKS_AT[number] if number < len(_LOOKS_AT) else 2.0 ** (number + 1 - len(_LOOKS_AT))
 
 
-def _next_look(number: int, stalled: float) -> int:
-    while _look_at(number) <= stalled:
+def _next_poll(number: int, stalled: float) -> int:
+    while _poll_at(number) <= stalled:
         number += 1
     return number
 
@@ -520,36 +520,36 @@ def _phase(page: Heartbeat, place: Place, state: str) -> str:
     return f"{words}{_of_step(page.step)}"
 
 
-def packed(looks: Sequence[RankLook]) -> str:
+def packed(views: Sequence[RankView]) -> str:
     """Encode the states of ranks for the launchers of other nodes; "" if no rank waits or is missing."""
-    told = sorted(looks, key=lambda look: bool(look.call))[:_MOST_SENT]
-    return json.dumps([asdict(replace(look, stack=look.stack[-_MOST_TEXT:])) for look in told]) if told else ""
+    told = sorted(views, key=lambda view: bool(view.call))[:_MOST_SENT]
+    return json.dumps([asdict(replace(view, stack=view.stack[-_MOST_TEXT:])) for view in told]) if told else ""
 
 
-def unpacked(texts: Iterable[tuple[str, str]]) -> list[RankLook]:
+def unpacked(texts: Iterable[tuple[str, str]]) -> list[RankView]:
     """Decode the texts that other nodes have published. Invalid ones are skipped.
 
     Args:
         texts: (description of the node, its published text).
     """
-    looks = []
+    views = []
     for node, text in texts:
         try:
             for each in json.loads(text) if text else []:
-                look = RankLook(**each)
-                looks.append(
+                view = RankView(**each)
+                views.append(
                     replace(
-                        look,
-                        call=_safe(look.call),
-                        phase=_safe(look.phase),
-                        site=_safe(look.site),
-                        stack=_safe(look.stack),
+                        view,
+                        call=_safe(view.call),
+                        phase=_safe(view.phase),
+                        site=_safe(view.site),
+                        stack=_safe(view.stack),
                         where=_safe(node),
                     )
                 )
         except (ValueError, TypeError):
             continue
-    return looks
+    return views
 
 
 def _safe(text: object) -> str:

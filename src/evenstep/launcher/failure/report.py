@@ -338,7 +338,7 @@ class StopPolicy:
         terminate_s: Time from the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
         node_timeout_s: How long another node may be silent before it is lost.
-        look_every_s: Time between two checks of running ranks. The end of a rank is noticed at once.
+        poll_every_s: Time between two checks of running ranks. The end of a rank is noticed at once.
         save_s: Time from a stop signal to SIGKILL for ranks that save then. A second signal ends it at once.
         name_after_s: See `HangWatch`.
         num_workers: Number of workers, with parameter servers; see `verdict.find_lost`.
@@ -350,7 +350,7 @@ class StopPolicy:
     save_s: float = 600.0
     stopped_grace_s: float = 30.0
     node_timeout_s: float = NODE_TIMEOUT_S
-    look_every_s: float = 0.1
+    poll_every_s: float = 0.1
     name_after_s: float = DEFAULT_AFTER_S
     num_workers: int = 0
 

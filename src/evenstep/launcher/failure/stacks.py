@@ -269,7 +269,7 @@ class WorkerStacks:
         """Whether a worker is writing now."""
         return self._asked is not None
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Lines about workers that are in the user's code; other workers are idle. Never blocks."""
         lines = []
         if self._asked is not None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 
 
 def main(launcher: int, ranks: list[int]) -> None:
@@ -26,7 +26,7 @@ def main(launcher: int, ranks: list[int]) -> None:
     for which in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(which, signal.SIG_IGN)  # schedulers signal every process
     while os.getppid() == launcher:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(rank, signal.SIGKILL)

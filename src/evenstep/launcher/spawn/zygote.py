@@ -14,7 +14,7 @@
   launcher, not with the zygote.
 - A forked rank has the zygote's modules, and nothing else: one thread, no CUDA, no process group, no used random
   generator, and no descriptor that the launcher has inherited, since ranks would hold another program's lock on it.
-  `settle` corrects the differences between a fork and a process that python has just started: session, variables,
+  `become_fresh` corrects the differences between a fork and a process that python has just started: session, variables,
   streams, signals, threads, random numbers, path.
 - One difference stays: python draws the seed of its hashes at its start, so all ranks of a node iterate over a set of
   texts in the same order. `evenstep verify` runs once without a zygote, and sees code that depends on it.
@@ -244,7 +244,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             os.write(writer, b"%d" % os.getpid())
             os.close(writer)
             try:
-                settle(variables, descriptors)
+                become_fresh(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
                 del sys.path[:1]  # the launcher's own directory, or the current one
                 import_what_the_launcher_did()
@@ -294,7 +294,7 @@ _SET_BLAS_THREADS = (
 )
 
 
-def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+def become_fresh(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     """Install a rank's variables and streams, and set up threads and random numbers as in a new process.
 
     Args:

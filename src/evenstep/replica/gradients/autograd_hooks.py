@@ -340,8 +340,8 @@ class OutputHooks:
         self._function: Hook = reached
         # With this mark torch saves outputs that carry the hook without a warning.
         setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
-        self._carrier = torch.empty(0, device="cpu")
-        self._carrier._backward_hooks = {0: self._function}
+        self._hook_holder = torch.empty(0, device="cpu")
+        self._hook_holder._backward_hooks = {0: self._function}
 
     def put_on(self, outputs: Any) -> bool:
         """Have the function called once for each tensor in the outputs that a backward pass reaches.
@@ -386,7 +386,7 @@ class OutputHooks:
             return False
         cast(dict[Any, Any], node.metadata)[self] = mark
         if output.output_nr == 0:
-            node._register_hook_dict(self._carrier)
+            node._register_hook_dict(self._hook_holder)
         else:
             output.register_hook(self._function)  # type: ignore[no-untyped-call]
         return True

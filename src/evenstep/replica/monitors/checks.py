@@ -169,7 +169,7 @@ class Finder:
     def __init__(self) -> None:
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
-    def look(self, names: Sequence[str], gradients: Sequence[Tensor], whole: Sequence[Tensor] | None = None) -> None:
+    def check(self, names: Sequence[str], gradients: Sequence[Tensor], whole: Sequence[Tensor] | None = None) -> None:
         """Check some gradients.
 
         Args:
@@ -187,10 +187,10 @@ class Finder:
             peaks = torch.stack([each.abs().amax().double() for _, each in found])
         self._peaks.append(([name for name, _ in found], peaks))
 
-    def look_in_grads(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    def check_grads(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Check this rank's part of `p.grad` of some parameters."""
         found = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
-        self.look(
+        self.check(
             [name for name, _ in found],
             [grad._values() if grad.is_sparse else local_part(grad) for _, grad in found],
         )
@@ -276,12 +276,12 @@ class NonFinite(Observer):
         if self._is_off or self._is_checked_in_sums(bucket):
             return
         if totals is None or not all(map(math.isfinite, totals)):
-            self._finder.look(bucket.names, bucket.sent_views, [bucket.flat])
+            self._finder.check(bucket.names, bucket.sent_views, [bucket.flat])
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """See `Observer`."""
         if not (self._is_off or self._is_apart):
-            self._finder.look_in_grads(names, parameters)
+            self._finder.check_grads(names, parameters)
 
     def _look_at_sum(
         self, begins: Tensor, names: Sequence[str], begin: int, result: Tensor, inputs: Sequence[Tensor]

@@ -91,7 +91,7 @@ def loop(
     buffers.keep()
     engine.open_window()
     sums.begin()
-    sums.at_end = buffers.settle
+    sums.at_end = buffers.finish
     virtual_ranks.num_loops += 1
     try:
         for index, parts in enumerate(parts_of):
@@ -154,7 +154,7 @@ class VirtualRankBuffers:
         """Copy the buffers after virtual rank 0."""
         self._of_first = self._copies()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """After this rank's last virtual rank: on rank 0, restore the buffers from after virtual rank 0."""
         if self._of_first is not None:
             self._write(self._of_first)

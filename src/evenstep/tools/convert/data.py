@@ -87,10 +87,10 @@ class Data:
             given = [argument.value for argument in call.args if value in flow.loaders(argument.value)]
             is_own = any(each.kind in ("function", "class") for each in flow.of(call.func))
             short = self._work.short(call)
-            if given and not is_own and short not in _PASSED_ON and (short != "iter" or self._is_look(call)):
+            if given and not is_own and short not in _PASSED_ON and (short != "iter" or self._is_peek(call)):
                 yield given[0], f"{short}(...) takes a whole batch"
 
-    def _is_look(self, call: cst.Call) -> bool:
+    def _is_peek(self, call: cst.Call) -> bool:
         """Whether what `iter` gives is only looked at: its batches aren't those of a training loop."""
         script = self._script
         nexts = [each for each in self._work.calls() if script.code(each.func) == "next" and each.args]

@@ -300,8 +300,8 @@ class EvenstepGroup(GroupCalls):
             threading.Thread(target=_outlast, args=(running, self._inner), name="evenstep gloo", daemon=True).start()
 
     def __repr__(self) -> str:
-        carrier: object = self._shared if self._shared is not None else self.why_gloo or "closed"
-        return f"<EvenstepGroup rank {self.rank()}/{self.size()} {carrier}>"
+        transport: object = self._shared if self._shared is not None else self.why_gloo or "closed"
+        return f"<EvenstepGroup rank {self.rank()}/{self.size()} {transport}>"
 
 
 def _outlast(works: Sequence[Any], holder: object) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store
 
 from evenstep.errors import CollectiveTimeoutError
 
-_LOOK_OFTEN_S, _LOOK_EVERY_S = 0.05, 0.0003
+_LOOK_OFTEN_S, _POLL_EVERY_S = 0.05, 0.0003
 
 
 class StoreGather:
@@ -49,7 +49,7 @@ class StoreGather:
         # time.
         end = time.monotonic() + _LOOK_OFTEN_S
         while not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Protocol
 
-_LOOK_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 _TURN_S = 0.0005  # of one transport with callbacks, if several transports have some
 _NUM_IDLE_ROUNDS = 20
 
@@ -113,9 +113,9 @@ class Background:
                 attended = list(self._attended)
             called_back = [each for each in attended if each.has_callbacks]
             for each in called_back:
-                each.help(_LOOK_EVERY_S / 2 if len(called_back) == 1 else _TURN_S)
+                each.help(_POLL_EVERY_S / 2 if len(called_back) == 1 else _TURN_S)
             now = time.monotonic()
-            if called_back and now < looked_at + _LOOK_EVERY_S:
+            if called_back and now < looked_at + _POLL_EVERY_S:
                 continue
             looked_at = now
             states = [each.help(0.0) for each in attended]
@@ -126,7 +126,7 @@ class Background:
                 self._sleep(attended, wake)
                 idle_rounds = 1
             else:
-                wake.wait(_LOOK_EVERY_S if idle_rounds else _TURN_S)
+                wake.wait(_POLL_EVERY_S if idle_rounds else _TURN_S)
                 wake.clear()
         if self._end is end:
             self.is_asleep = True

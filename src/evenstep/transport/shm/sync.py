@@ -38,7 +38,7 @@ from evenstep.transport.shm.peers import PeerWatch
 SEMAPHORE_BYTES = 64
 
 _CLOCK_MONOTONIC = 1
-_LOOK_EVERY_S = 1.0  # between checks of missing ranks without waiting: with many ranks a check takes a millisecond
+_POLL_EVERY_S = 1.0  # between checks of missing ranks without waiting: with many ranks a check takes a millisecond
 
 
 class _TimeSpec(ctypes.Structure):
@@ -235,7 +235,7 @@ class ProgressCounters:
         self._spin_s = policy.spin_s
         self._waits_for: tuple[Phase, int] | None = None  # phase and count of the last wait
         self._waiting = Waiting(0.0)
-        self._next_look = 0.0
+        self._next_poll = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of waits, including waits that have begun."""
@@ -306,9 +306,9 @@ class ProgressCounters:
             PeerLostError: A missing rank has died or left.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_poll = now + _POLL_EVERY_S
         self.check(Waiting(now), self.missing(phase, count), what, lambda: self._still_missing(phase, count))
 
     def _sleep(

@@ -137,7 +137,7 @@ class HookOrder:
         while not work.has_begun:
             running = self._running
             if running is not None:
-                running.settle()
+                running.await_hook()
             self.advance()
 
     def forget(self, work: HookWork) -> None:
@@ -201,7 +201,7 @@ class HookWork:
         """Whether the hook was called."""
         return self._future is not None or self._error is not None
 
-    def settle(self) -> None:
+    def await_hook(self) -> None:
         """Return when the hook has its result or has failed."""
         if self._future is not None:
             with contextlib.suppress(Exception):  # as in `begin`

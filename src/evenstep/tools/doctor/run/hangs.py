@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from evenstep.tools.doctor.run.events import Event, Hang, Place
 
-_SETTLED_S = 3.0  # in a call, before it is asked whether the others will come
+_STUCK_S = 3.0  # in a call, before it is asked whether the others will come
 _LATE_S = 15.0  # a rank that computes, or sleeps, while others wait for it
 _STEPS_LATE = 10.0  # median steps that it may take in any case
 _PATIENCE_S = 60.0  # ranks that are all in the same call
@@ -22,27 +22,27 @@ def find_hang(ranks: Sequence[Sequence[Event]], now_s: float) -> Hang | None:
         now_s: The time, on the clock of the events.
     """
     waiting = {rank: call for rank, events in enumerate(ranks) if (call := open_call(events)) is not None}
-    settled = {rank: call for rank, call in waiting.items() if now_s - call.time_s > _SETTLED_S}
-    if not settled:
+    stuck = {rank: call for rank, call in waiting.items() if now_s - call.time_s > _STUCK_S}
+    if not stuck:
         return None
     last = {rank: events[-1] for rank, events in enumerate(ranks) if events}
     gone = {rank: event for rank, events in enumerate(ranks) for event in events if event.kind in ("end", "left")}
     others = {rank: events for rank, events in enumerate(ranks) if rank not in gone}
-    if gone and len(settled) == len(others):
-        return Hang(settled, gone)
+    if gone and len(stuck) == len(others):
+        return Hang(stuck, gone)
     busy = {rank: event for rank, event in last.items() if rank not in waiting and rank not in gone}
     longest = max(_LATE_S, _STEPS_LATE * median_step_s(ranks))
     if busy:
         quiet = all(now_s - last_progress_s(ranks[rank]) > longest for rank in busy)
-        return Hang(settled, busy) if quiet else None
-    if len(settled) < len(ranks):
+        return Hang(stuck, busy) if quiet else None
+    if len(stuck) < len(ranks):
         return None
     apart = first_apart(ranks)
     if apart is not None:
-        first = {rank: calls for rank, calls in settled.items() if rank == 0}
-        return Hang(first, {rank: call for rank, call in settled.items() if rank != 0})
-    longest_wait = min(now_s - call.time_s for call in settled.values())
-    return Hang(settled, {}) if longest_wait > max(_PATIENCE_S, longest) else None
+        first = {rank: calls for rank, calls in stuck.items() if rank == 0}
+        return Hang(first, {rank: call for rank, call in stuck.items() if rank != 0})
+    longest_wait = min(now_s - call.time_s for call in stuck.values())
+    return Hang(stuck, {}) if longest_wait > max(_PATIENCE_S, longest) else None
 
 
 def open_call(events: Sequence[Event]) -> Event | None:

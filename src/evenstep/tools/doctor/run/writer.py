@@ -75,12 +75,12 @@ class Writer:
         """Note where the script is whenever it is quiet, until the patches are undone."""
         ended = threading.Event()
 
-        def look() -> None:
+        def poll() -> None:
             while not ended.wait(_QUIET_S / 2):
                 if time.monotonic() - self._last > _QUIET_S:
                     self._note_idleness()
 
-        thread = threading.Thread(target=look, name="evenstep doctor", daemon=True)
+        thread = threading.Thread(target=poll, name="evenstep doctor", daemon=True)
         thread.start()
         patches.later(thread.join)
         patches.later(ended.set)

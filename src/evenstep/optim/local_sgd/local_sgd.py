@@ -336,7 +336,7 @@ class LocalSGD:
         if self._policy is None or (self._policy == "warn" and (self._has_warned or self._bad)):
             return
         engine = self.model.engine
-        self._finder.look_in_grads(engine.names, engine.parameters)
+        self._finder.check_grads(engine.names, engine.parameters)
         found = self._finder.take()
         self._bad |= dict.fromkeys(found)
         if self._policy != "warn" and self._any_in_replica(bool(found)):

@@ -32,8 +32,8 @@ class Observer:
 
     A rank's own gradients are readable in `inspect` only: when `header_numbers` is called some buckets are already in
     flight, and `p.grad` is a view of them. A world of one has no buckets and no header, so only the other methods are
-    called there. An observer that inspects buckets disables the single-pass fast path of such a world
-    (`window.State.SINGLE`).
+    called there, and in its single-pass fast path (`window.State.SINGLE`) none. An observer that inspects buckets
+    disables that path.
 
     Attributes:
         num_numbers: How many numbers it has in the header of every window: the same on all ranks, and fixed when it is

@@ -166,7 +166,7 @@ class _Observed:
     def _batches(self, batches: Iterator[Any], dataset: Any) -> Iterator[Any]:
         number, steps = self._num_loops, self._num_steps
         self._num_loops += 1
-        loop: dict[str, Any] = {"sizes": [], "samples": [], "is_whole": False, "given": 0, "steps": 0}
+        loop: dict[str, Any] = {"sizes": [], "samples": [], "shapes": [], "is_whole": False, "given": 0, "steps": 0}
         loop["is_of_all"] = False
         self._loops.append(loop)
         while (batch := self._next(batches, loop)) is not None:
@@ -176,7 +176,9 @@ class _Observed:
             loop["given"] += 1
             yield self._given(number, len(loop["sizes"]), batch[0])
             loop["steps"] = self._num_steps - steps
-        loop |= {"is_whole": True, "is_of_all": _is_of_all(dataset, sum(loop["sizes"]))}
+        # Padded to the longest of its batch, a sample looks otherwise in another order.
+        is_padded = len(set(loop["shapes"])) > 1
+        loop |= {"is_whole": True, "is_of_all": not is_padded and _is_of_all(dataset, sum(loop["sizes"]))}
         if self._num_steps > steps:
             raise SystemExit(0)  # an epoch was trained on
 
@@ -190,6 +192,7 @@ class _Observed:
             self._is_reading = False
         samples = first_samples(batch)
         loop["sizes"].append(len(samples))
+        loop["shapes"].append(str(samples.shape[1:]))
         loop["samples"] += [hashlib.sha256(str(row.tolist()).encode()).hexdigest() for row in samples.cpu()]
         return (batch,)
 

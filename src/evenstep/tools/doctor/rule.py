@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evenstep.tools.reading.tree import Call, File
+if TYPE_CHECKING:
+    from evenstep.tools.reading.tree import Call, File
 
 # The digit after EV.
 GROUPS = {"data": "1", "output": "2", "devices": "3", "collectives": "4", "step": "5", "starting": "6"}
@@ -176,6 +177,6 @@ def found(
     edits: tuple[Edit, ...] = (),
 ) -> Finding:
     """A finding of reading, at a call or at a line of a file."""
-    file, line, column = (at.frame.file, at.line, at.column) if isinstance(at, Call) else (*at, 1)
+    file, line, column = (*at, 1) if isinstance(at, tuple) else (at.frame.file, at.line, at.column)
     shown, cell = file.source.place(line)
     return Finding(str(file.source.path), shown, column, evidence, cost, mend, cell=cell, edits=edits)

@@ -212,6 +212,14 @@ def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
         steps = range(min(base.num_steps, run.num_steps))
         repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
         when, by_whom = f"within {len(steps)} steps, {repeated} of the samples", ""
+        if 0 < total - expected == repeated < run.num_ranks:
+            yield _cause(
+                "samples",
+                f"torch's DistributedSampler has filled up its last batch: {counted(repeated, 'sample')} of "
+                f"{run.num_ranks} ranks came twice. Use evenstep.DataLoader(global_batch_size=), or drop_last=True.",
+                seen[0],
+            )
+            return
     if repeated:
         left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
         yield _repetition(f"{when} of {run.num_ranks} ranks are repetitions{by_whom}{left_out}", seen)
@@ -220,7 +228,8 @@ def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
             "samples",
             f"the global batch depends on the number of ranks: {expected} samples on {base.num_ranks}, {total} on "
             f"{run.num_ranks}. verify adapts only the batch sizes of torch's DataLoader; divide others by the "
-            f"number of ranks, or use evenstep.DataLoader(global_batch_size=).",
+            f"number of ranks, or use evenstep.DataLoader(global_batch_size=). At an epoch's end torch's "
+            f"DistributedSampler repeats samples, too.",
             seen[0],
         )
     else:
@@ -384,9 +393,11 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
         return
     if float((ratios - ratio).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
         owners = torch.tensor([rank for rank, each in enumerate(seen) for _ in each.virtual_ranks], device="cpu")
+        # As shares: what scales all gradients alike, such as clipping, is no weight.
+        shares, wanted = applied / applied.sum(), right / right.sum()
         received = ", ".join(
-            f"rank {rank} by {float(applied[owners == rank].sum()):.4g} instead of "
-            f"{float(right[owners == rank].sum()):.4g}"
+            f"rank {rank} by {float(shares[owners == rank].sum()):.4g} instead of "
+            f"{float(wanted[owners == rank].sum()):.4g}"
             for rank in range(min(len(seen), 4))
         )
         yield _cause(

@@ -140,7 +140,7 @@ def first_difference(base: Run, reference: Run, run: Run, double: Run | None = N
         allowed = scale.allowed
         if double is not None:
             allowed, apart = functools.partial(scale.remains, apart), _apart(reference, double, step)
-        found = _first(step, apart, scale.sizes, allowed=allowed, rounding=scale.allowed)
+        found = _first(step, apart, scale.sizes, allowed=allowed, rounding=allowed)
         if found is not None:
             return found
     return None

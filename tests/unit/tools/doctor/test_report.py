@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,10 +73,18 @@ def test_a_script_that_fails_ends_with_2_and_its_error(
     assert main(["doctor", str(PRINTS)]) == 1
 
 
-def test_a_missing_libcst_is_a_wrong_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    assert main(["doctor", "--no-run", str(CLEAN)]) == 78
-    assert "pip install 'evenstep[doctor]'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [(["--no-run", str(CLEAN)], 78, "pip install 'evenstep[doctor]'"), (["--help"], 0, "")],
+)
+def test_a_missing_libcst_is_a_wrong_call(arguments: list[str], status: int, told: str):
+    """In a new process, which has imported nothing yet."""
+    program = (
+        "import sys; sys.modules['libcst'] = None; from evenstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "doctor", *arguments], capture_output=True, text=True)
+    assert (done.returncode, told in done.stderr) == (status, True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_rules_are_chosen_by_id_beginning_and_group():

@@ -95,6 +95,7 @@ def test_what_shrinks_in_float64_was_rounding_and_what_stays_is_a_mistake(exact)
     found = compare.first_difference(base, reference, single, a_run(seen(), values=mistaken))
     assert found is not None
     assert found.name == "a"
+    assert found.rounding < found.deviation, "the limit is that of the float64 runs"
 
 
 def test_identical_means_every_bit_on_every_rank():
@@ -156,7 +157,7 @@ def test_weights_are_found(fresh_seed: int):
     assert weights.unexplained < 1e-12
     assert kinds(base, run) == ["average"]
     text = causes.find_causes(base, run, 0, rounding=1e-12)[0].text
-    assert f"rank 0 by 0.25 instead of {right[0]:.4g}" in text
+    assert f"rank 0 by 0.25 instead of {right[0] / sum(right):.4g}" in text
 
 
 def test_batch_norm_is_blamed_only_where_no_weights_explain_the_difference():
@@ -195,6 +196,19 @@ def test_samples(ranks, kind, told):
     found = causes.find_causes(data(["a", "b", "c", "d"]), data(*ranks), 0, rounding=1e-12)
     assert found[0].kind == kind
     assert told in found[0].text
+
+
+def test_what_torchs_sampler_repeats_at_the_end_is_no_random_number():
+    rows = [[["a", "b"], ["c"]], [["a"], ["c"]], [["b"], ["a"]]]  # one rank, then two ranks, by step
+    base, run = (
+        Run(
+            [[seen(rows=[each], loaded=each) for each in steps] for steps in of], lambda step: {}, lambda rank, step: {}
+        )
+        for of in (rows[:1], rows[1:])
+    )
+    (found,) = causes.find_causes(base, run, 1, rounding=1e-12)
+    assert "torch's DistributedSampler has filled up its last batch: 1 sample of 2 ranks came twice" in found.text
+    assert found.is_note
 
 
 def test_a_cause_is_named_alone():

@@ -1,7 +1,7 @@
 """The header: the few numbers that are sent with the buckets of one reduction.
 
-To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `act`, and build it in
-`monitors.checks`.
+To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `conclude`, and have
+`Monitors` make it.
 """
 
 from __future__ import annotations

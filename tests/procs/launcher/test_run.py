@@ -292,8 +292,11 @@ SPAWNS = """
     [
         ("2", "mp.spawn(Training.run, nprocs=2)", 78, "script.py starts its own ranks: processes in which run calls"),
         ("2", "mp.Process(target=set_up, args=(0,)).start()", 78, "ConfigurationError: script.py starts its own"),
-        ("2", "mp.spawn(fail, nprocs=2)", 1, r"rank \d \(pid \d+\) failed: Process\w+Exception: \S"),
-        ("1", "mp.spawn(set_up, nprocs=2)", 0, ""),
+        pytest.param(
+            *("2", "mp.spawn(fail, nprocs=2)", 1, r"rank \d \(pid \d+\) failed: Process\w+Exception: \S"),
+            marks=pytest.mark.extended,
+        ),
+        pytest.param("1", "mp.spawn(set_up, nprocs=2)", 0, "", marks=pytest.mark.extended),
     ],
 )
 def test_a_script_that_spawns_its_own_ranks_is_told_how_to_start_it(

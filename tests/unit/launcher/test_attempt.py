@@ -52,10 +52,10 @@ def other_nodes(
 ) -> Any:
     """Launchers of other nodes, of which one may announce a new node, or have failed."""
     others = mock.NonCallableMock(spec=OtherNodes, new_node_waits=new_node_waits, is_stopping=False)
-    others.look.return_value = failure
+    others.poll.return_value = failure
     others.check_for_new_node.return_value = False
     others.await_ends.return_value = set() if ends is None else {ends}
-    others.looks.return_value = others.states.return_value = others.exchange.return_value = []
+    others.views.return_value = others.states.return_value = others.exchange.return_value = []
 
     def announce_new_node() -> None:
         others.new_node_waits = True

@@ -191,13 +191,13 @@ def test_ranks_of_another_node_are_known_by_what_its_launcher_publishes() -> Non
     for ranks in (here, there):
         ranks.train(20, 0.5)
     here.hold({0: BACKWARD})
-    looks = there.watch.looks
+    views = there.watch.views
     for _ in range(50):
         here.go(0.25)
         published = packed(here.watch.views(int(here.now_s * SECOND)))
         there.others = unpacked([("on node 0 (a)", published)])
         there.go(0.25)
-        sent = [replace(look, rank=1, pid=77) for look in looks(int(there.now_s * SECOND))]
+        sent = [replace(view, rank=1, pid=77) for view in views(int(there.now_s * SECOND))]
         here.others = unpacked([("on node 1 (b)", packed(sent))])
     assert here.said[0][1].startswith("rank 1 (pid 77, on node 1 (b)) is between steps of step 20; rank 0 waits since")
     assert '"data.py", line 12' in here.said[1][1]

@@ -324,6 +324,7 @@ def write_script(directory: Path, name: str, *, work_s: float, lr: float = 1e-3)
     (directory / name).write_text(text.replace("lr=1e-3", f"lr={lr}"))
 
 
+@pytest.mark.extended
 def test_a_slower_script_is_slower_and_another_training_has_other_losses(tmp_path: Path) -> None:
     """All three on two ranks: the base, the same with a longer nap, and one that learns faster."""
     write_script(tmp_path, "a.py", work_s=0.05)

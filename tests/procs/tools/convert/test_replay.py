@@ -50,6 +50,7 @@ def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
     return run
 
 
+@pytest.mark.extended
 def test_a_script_without_a_seed_is_compared_to_the_end_of_its_epoch(replayed: Callable[..., Replay]):
     """150 samples are 10 batches, of which the first four and the last one reach the loop."""
     assert replayed() == Replay(num_steps=5, differences=(), epoch_steps=10)
@@ -64,13 +65,15 @@ def test_a_script_without_a_seed_is_compared_to_the_end_of_its_epoch(replayed: C
             "step 1: the change of the weights differs by",
             marks=pytest.mark.extended,
         ),
-        (
+        pytest.param(
             ("optimizer.step()", "optimizer.step() if len(x) > 6 else None"),
             "the script makes 5 steps with these batches, the converted one 4",
+            marks=pytest.mark.extended,
         ),
-        (
+        pytest.param(
             ("DataLoader(data, g", "DataLoader(torch.utils.data.Subset(data, [k % 99 for k in range(150)]), g"),
             "51 samples",
+            marks=pytest.mark.extended,
         ),
         pytest.param(
             ("global_batch_size=16, shuffle=True)\n", "global_batch_size=16, shuffle=True, drop_last=True)\n"),
@@ -93,6 +96,7 @@ def test_a_script_that_fails_is_told_so(replayed: Callable[..., Replay]):
     assert "replay.py" not in str(told.value)
 
 
+@pytest.mark.extended
 def test_a_conversion_that_fails_is_told_by_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -365,6 +365,7 @@ with evenstep.init(seed=0, quiet=True):
 """
 
 
+@pytest.mark.extended
 def test_a_save_of_the_scripts_own_before_the_kill_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "script.py").write_text(SAVES_ITSELF.replace("EVERY", "5"))
     arguments = ["verify", "--resume", "--nproc-per-node", "1", "--kill-at", "6", str(tmp_path / "script.py")]

@@ -44,11 +44,13 @@ def _compare(reference: weakref.ref[World]) -> None:
         found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
         told = [watches[number].explain_end(differing, _DEADLINE_S) for number, differing in found.items()]
     except Exception as error:  # this rank's training is complete, so a failed comparison is only a warning
-        is_late = isinstance(error, CollectiveTimeoutError | PeerLostError)
-        why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other" if is_late else "that failed"
-        warn(
-            f"rank {world.rank}: replicas were not compared at the end of the run, because {why}: {error}",
-        )
+        if isinstance(error, PeerLostError):  # no crash: a rank that has waited for long enough leaves
+            why = f"another rank has left already: it waits {_DEADLINE_S:.0f} s for the others."
+        elif isinstance(error, CollectiveTimeoutError):
+            why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other: {error}"
+        else:
+            why = f"that failed: {error}"
+        warn(f"rank {world.rank}: replicas were not compared at the end of the run, because {why}")
         return
     for text, is_rounding in told:
         if text and not is_rounding:

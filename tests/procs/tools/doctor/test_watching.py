@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from evenstep import world as worlds
 from evenstep.errors import CollectiveTimeoutError
 from evenstep.testing import RankPool
 from evenstep.tools.doctor.examination import examine, read
@@ -19,7 +21,7 @@ from evenstep.tools.doctor.run.runs import watch
 from evenstep.tools.doctor.verdict import watched
 from evenstep.tools.observing.patching import Patches
 from tests.doctor_runs import FOUND, HANGS
-from tests.procs.tools.verify.test_verify_ranks import forget_groups, free_port
+from tests.procs.tools.verify.test_verify_ranks import free_port
 
 NUM_STEPS = 8
 CORPUS = Path(__file__).parents[3] / "scripts"
@@ -30,7 +32,7 @@ def run_watched(script: str, plan: str, port: int) -> None:
     """On each rank of the pool: what `evenstep run` does with a script under watch, in a process that is kept."""
     from evenstep.tools.doctor.run.probe import Probe
 
-    forget_groups()  # of tests before this one
+    _forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     before, main, folder = dict(os.environ), sys.modules["__main__"], Path.cwd()
     os.chdir(Path(script).parent)  # what it saves by a relative path would be seen there
@@ -47,7 +49,15 @@ def run_watched(script: str, plan: str, port: int) -> None:
         os.environ.clear()
         os.environ |= before
         os.chdir(folder)
-        forget_groups()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    world = worlds.initialised()
+    if world is not None:
+        world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,8 @@ class _Injector:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._pending = list(faults)
         self._step = 0
+        # Of each optimizer: as the launcher counts them.
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._handles: list[Any] = []
         if faults:
@@ -148,8 +151,9 @@ class _Injector:
         if self._depth == 0 and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self._strike("backward", module))  # type: ignore[no-untyped-call]
 
-    def _after_step(self, *_: object) -> None:
-        self._step += 1
+    def _after_step(self, optimizer: Any, *_: object) -> None:
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._step = max(self._step, self._steps[optimizer])
 
     def _strike(self, phase: str, module: torch.nn.Module | None = None) -> None:
         for fault in [f for f in self._pending if (f.step, f.phase) == (self._step, phase)]:

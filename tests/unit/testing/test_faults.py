@@ -80,6 +80,19 @@ def test_it_strikes_in_its_step_and_phase_and_only_there(phase: str) -> None:
         remove()
 
 
+def test_steps_of_several_optimizers_are_counted_apart() -> None:
+    """As the launcher counts them, and a script's author."""
+    others = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(3)]
+    remove = install("raise:rank=0,step=1", rank=0)
+    try:
+        for each in others:
+            each.step()
+        with pytest.raises(RuntimeError, match="step=1"):
+            train(1)
+    finally:
+        remove()
+
+
 def test_a_gradient_is_spoilt_once() -> None:
     remove = install("nan:rank=0,step=1", rank=0)
     try:

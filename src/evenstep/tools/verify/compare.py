@@ -14,6 +14,7 @@ shrink to a `SHRINKS_TO`-th is no rounding.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -165,12 +166,20 @@ def first_other_bits(base: Run, run: Run) -> Difference | None:
 
 
 def loss_of(seen: Sequence[Seen]) -> float:
-    """The loss of a step, weighed as gradients are: plain passes are added up, and averaged over ranks."""
+    """The loss of a step, weighed as gradients are: plain passes are added up, and averaged over ranks.
+
+    Weights count within their window, and the windows of a step are added up.
+    """
     losses = [loss for rank in seen for loss in rank.losses]
-    if any(weight is not None for _, weight in losses):
-        total = sum(weight or 0.0 for _, weight in losses)
-        return sum(value * weight for value, weight in losses if weight) / total if total else 0.0
-    return sum(value for value, _ in losses) / len(seen)
+    if not any(weight is not None for _, weight in losses):
+        return sum(value for value, _ in losses) / len(seen)
+    totals: dict[int, tuple[float, float]] = {}
+    for rank in seen:
+        for (value, weight), window in zip(rank.losses, rank.windows or itertools.repeat(0), strict=False):
+            if weight:
+                of_window, total = totals.get(window, (0.0, 0.0))
+                totals[window] = of_window + value * weight, total + weight
+    return sum(of_window / total for of_window, total in totals.values())
 
 
 class _Scale:

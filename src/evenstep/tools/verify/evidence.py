@@ -55,6 +55,7 @@ class Seen:
             model was first called, and of the first input.
         losses: Of each backward pass the value of its root, without the factor of a GradScaler, and the weight it was
             given (None: plain `backward`).
+        windows: Of each backward pass, how many reductions the step had before it: weights count within one window.
         graphs: Of each backward pass, how often each kind of node is in its graph.
         modules: Names of the modules that ran, in order, of the first training forward.
         digests: Of every "grad/...", "param/..." and "buffer/..." as it was for, and after, the optimizer.
@@ -81,6 +82,7 @@ class Seen:
     loaded: list[str] = field(default_factory=list)
     initial: dict[str, float] = field(default_factory=dict)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
     graphs: list[dict[str, int]] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)

@@ -74,6 +74,7 @@ class Steps(Subscriber):
         self._is_back = False
         self._added: dict[str, Tensor] = {}  # by the present backward pass
         self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
+        self._num_windows = 0  # of this step, that have ended
         self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
         self._values: dict[str, Tensor] = {}  # on rank 0
         self._num_scaled_steps = 0  # calls of a GradScaler's step
@@ -186,6 +187,8 @@ class Steps(Subscriber):
             seen.graphs.append(node_counts(root))
             seen.means += weight is None and is_mean(root.grad_fn)
             seen.held_back |= any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+        seen.windows.append(self._num_windows)
+        self._num_windows += any(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
         self._is_back = True
         return self._ended_backward
 
@@ -258,7 +261,7 @@ class Steps(Subscriber):
             if self._wrapped:
                 seen.lines["wrapper"] = self._wrapped[0]
             write_step(self._plan, self._rank, self._num_steps, seen, self._values, self._probes())
-        self._values, self._applied, self._passes = {}, {}, []
+        self._values, self._applied, self._passes, self._num_windows = {}, {}, [], 0
         self._num_steps += 1
         if self._num_steps == self._plan.num_steps:
             leave_together(Path(self._plan.directory), self._rank, self._plan.world_size, _WAIT_S)

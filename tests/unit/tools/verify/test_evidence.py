@@ -125,6 +125,8 @@ def test_the_loss_is_weighed_like_the_gradient():
     assert compare.loss_of([seen(losses=[(1.0, None), (2.0, None)]), seen(losses=[(3.0, None), (4.0, None)])]) == 5.0
     weighed = [seen(losses=[(1.0, 3.0), (math.nan, 0.0)]), seen(losses=[(5.0, 1.0)])]
     assert compare.loss_of(weighed) == 2.0
+    of_two_windows = [seen(losses=[(1.0, 1.0), (8.0, 0.5)], windows=[0, 1]) for _ in range(2)]
+    assert compare.loss_of(of_two_windows) == 9.0, "whose weights have scales of their own"
 
 
 # ---------------------------------------------------------------------- causes

@@ -374,7 +374,7 @@ class World:
     # ------------------------------------------------------------------ talking to people
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """`print` on rank 0, nothing elsewhere."""
+        """`print` to standard output on rank 0, nothing elsewhere. For another file there is `world.is_main`."""
         if self.is_main:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201
 

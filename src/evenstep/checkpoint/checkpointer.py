@@ -61,7 +61,7 @@ class Checkpointer:
     of the world save at the end of its `with` block.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
-    equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
+    equally often on all ranks: once after the optimizers of a step. Inside an accumulation window it does nothing.
 
     Args:
         directory: Where checkpoints are stored, a folder for each: a path (with several hosts on a shared file system),

@@ -118,7 +118,7 @@ def test_a_hang_ends_with_a_finding(name: str, tmp_path: Path):
     ("change", "rules", "said"),
     [
         (("", ""), [], "right as torch's DDP is; not one process's answer, because batch norm"),
-        (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * (1 + 2 * rank)"), ["EV502"], "it differs"),
+        (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * (1 + 2 * rank)"), ["EV505"], "it differs"),
     ],
 )
 def test_where_nothing_is_found_it_is_compared_with_one_process(

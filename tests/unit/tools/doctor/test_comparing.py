@@ -54,7 +54,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, *, causes: list[Any], difference: 
     return report
 
 
-@pytest.mark.parametrize(("kind", "rule"), [("repeated", "EV101"), ("average", "EV502"), ("drift", "EV606")])
+@pytest.mark.parametrize(("kind", "rule"), [("repeated", "EV101"), ("average", "EV505"), ("drift", "EV606")])
 def test_lost_or_repeated_work_is_a_finding(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch):
     report = examined(monkeypatch, causes=[cause("random"), cause(kind, line=9)], difference="step 1 differs")
     (finding,) = report.findings

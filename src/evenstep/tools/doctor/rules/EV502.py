@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from evenstep.tools.doctor.scene import Event, Scene, Seen, passes_of_steps
 
-COMPARED = ("divisor", "average")
+COMPARED = ("divisor",)
 _CLOSE = 1e-3  # relative difference of two divisors that are taken as equal
 
 

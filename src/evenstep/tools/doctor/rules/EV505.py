@@ -33,6 +33,8 @@ With evenstep: `model.backward(loss, weight=num_tokens)`. Ignore it if all ranks
 
 from evenstep.tools.doctor.scene import Event, Scene, Seen
 
+COMPARED = ("average",)
+
 
 def seen(run: Scene) -> Seen:
     """Means over labels, and sums that the script has divided itself, of other numbers on two ranks."""

@@ -59,8 +59,8 @@ def compare(
     if found:
         return found, f"{compared} it differs.", True
     if causes:
-        hidden = " How ranks' losses are weighed can't be seen then." if causes[0].kind == "samples" else ""
-        return [], f"{compared} {_AS_DDP} {'; '.join(dict.fromkeys(each.text for each in causes))}{hidden}", True
+        unseen = " How ranks' losses are weighed can't be seen then." if causes[0].kind == "samples" else ""
+        return [], f"{compared} {_AS_DDP} {'; '.join(dict.fromkeys(each.text for each in causes))}{unseen}", True
     if verdict.difference is not None:
         reason = f"{verdict.difference}, and none of the usual causes shows in what the ranks have seen."
         return [], f"{compared} {_AS_DDP} {reason}", True

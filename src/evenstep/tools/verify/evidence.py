@@ -64,7 +64,7 @@ class Seen:
         dropouts: State of the random stream when dropout would have drawn from it, of the first calls.
         draws: Whether a training forward drew random numbers besides.
         unsynced: Batch normalisations that used the statistics of this rank's share alone.
-        synced: Those that used the statistics of all ranks' rows in the same forward pass.
+        synced: Batch normalisations that used the statistics of all ranks' rows.
         means: Backward passes whose root was the mean of a loss function itself, divided by nothing.
         held_back: Whether gradients were held back for accumulation in one of the passes.
         has_hidden: Whether gradients were divided over the ranks and could not be read.

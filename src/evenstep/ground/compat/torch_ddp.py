@@ -143,11 +143,15 @@ class ShardedParts:
                 each.set_gradient_divide_factor(float(divisor))
 
     def rescale(self, by: float) -> None:
-        """Multiply the gradients that passes have kept whole on this rank."""
+        """Multiply the gradients that passes have kept whole on this rank.
+
+        torch 2.15 names the same tensor twice; earlier versions may have two tensors of a parameter.
+        """
         for group in self.groups.values():
             for each in group.fsdp_params:
                 whole = getattr(each, "_unsharded_param", None)
-                for grad in (each.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                grads = {id(grad): grad for grad in (each.unsharded_accumulated_grad, getattr(whole, "grad", None))}
+                for grad in grads.values():
                     if grad is not None:
                         grad.mul_(by)
 

@@ -95,9 +95,9 @@ def test_a_command_that_finds_no_room_says_so_in_one_line(full_disk: Path, argum
     command = Command(full_disk, [*arguments, "script.py"])
     assert command.wait() == 78, command.stderr
     assert "Traceback" not in command.stderr
-    last = command.stderr.splitlines()[-1]
-    assert last.startswith("evenstep: ")
-    assert "No space left on device" in last
+    # Libraries may write lines of their own as the process ends, such as nanobind's with torch 2.15.
+    said = [line for line in command.stderr.splitlines() if line.startswith("evenstep: ")]
+    assert "No space left on device" in said[-1]
     assert str(command.temporary) in last
     assert "TMPDIR" in last
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from evenstep.checkpoint.lock import LockedError, take_lock
 from evenstep.checkpoint.store import Storage
@@ -74,16 +75,9 @@ def _creates(storage: Storage) -> None:
     assert storage.put_new("file", b"first")
     assert not storage.put_new("file", b"second")
     assert read_all(storage, "file") == b"first"
-    results: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda number=number: results.append(storage.put_new("one", bytes([number]))))
-        for number in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == [False, False, False, True], "of several callers one creates it"
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda number: storage.put_new("one", bytes([number])), range(4)))
+    assert sorted(results) == [False, False, False, True], f"of several callers one creates it: {results}"
 
 
 def _removes(storage: Storage) -> None:

@@ -40,11 +40,11 @@ def assert_same(found, expected, what):
 
 def compare(ranks, run, sizes, *arguments, also=()):
     """A run on one rank against the same on others, and against others that are to be the same."""
-    expected = ranks.run(run, 1, *arguments, timeout_s=150)[0]
+    expected = ranks.run(run, 1, *arguments, timeout_s=600)[0]
     for nproc in sizes:
-        assert_same(ranks.run(run, nproc, *arguments, timeout_s=150), expected, f"{nproc} ranks")
+        assert_same(ranks.run(run, nproc, *arguments, timeout_s=600), expected, f"{nproc} ranks")
     for nproc, others in also:
-        assert_same(ranks.run(run, nproc, *others, timeout_s=150), expected, f"{nproc} ranks with {others}")
+        assert_same(ranks.run(run, nproc, *others, timeout_s=600), expected, f"{nproc} ranks with {others}")
 
 
 @pytest.mark.extended
@@ -134,9 +134,9 @@ def test_plain_backward_averages_gradients_beside_the_models_outputs(world, fres
 def ordered_sums(seed):
     """Sums over Gloo, through one level and through two, against the tree of the ranks' vectors."""
     world = evenstep.init(quiet=True)
-    gloo = open_between("gloo", range(world.world_size), timeout_s=150)
-    one = in_tree_order(gloo, ["here"] * world.world_size, partial(open_between, timeout_s=150))
-    two = in_tree_order(gloo.split(), ["a", "a", "b", "b"][: world.world_size], partial(open_between, timeout_s=150))
+    gloo = open_between("gloo", range(world.world_size), timeout_s=600)
+    one = in_tree_order(gloo, ["here"] * world.world_size, partial(open_between, timeout_s=600))
+    two = in_tree_order(gloo.split(), ["a", "a", "b", "b"][: world.world_size], partial(open_between, timeout_s=600))
     assert len(one._levels) == 1
     assert len(two._levels) == (2 if world.world_size == 4 else 1)
     generator = torch.Generator().manual_seed(seed)
@@ -218,14 +218,14 @@ def chain(ranks, folder, stages, seed):
     for nproc, stop, killed in stages:
         if killed:
             with pytest.raises(evenstep.EvenstepError):
-                ranks.run(runs.digits_until, nproc, str(folder), stop, seed, True, timeout_s=150)
+                ranks.run(runs.digits_until, nproc, str(folder), stop, seed, True, timeout_s=600)
         else:
-            last = ranks.run(runs.digits_until, nproc, str(folder), stop, seed, False, timeout_s=150)
+            last = ranks.run(runs.digits_until, nproc, str(folder), stop, seed, False, timeout_s=600)
     return last
 
 
 def test_a_run_goes_on_on_other_numbers_of_ranks(ranks, fresh_seed, tmp_path):
-    expected = ranks.run(runs.digits_until, 1, str(tmp_path / "whole"), 8, fresh_seed, False, timeout_s=150)[0]
+    expected = ranks.run(runs.digits_until, 1, str(tmp_path / "whole"), 8, fresh_seed, False, timeout_s=600)[0]
     found = chain(ranks, tmp_path / "parts", [(2, 3, False), (1, 5, False), (4, 8, False)], fresh_seed)
     assert_same(found, expected, "2, 1 and 4 ranks")
 

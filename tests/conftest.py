@@ -125,15 +125,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect what belongs to the other part."""
     part = config.getoption("--part")
     if part is not None:
-        others = [item for item in items if _is_extended(item) is not (part == "rest")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if _is_extended(item) is (part == "rest")]
+        divided: dict[bool, list[pytest.Item]] = {False: [], True: []}
+        numbers: Counter[str] = Counter()
+        for item in items:
+            test, _, _ = item.nodeid.partition("[")
+            numbers[test] += 1
+            divided[_is_extended(item, numbers[test])].append(item)
+        config.hook.pytest_deselected(items=divided[part == "core"])
+        items[:] = divided[part == "rest"]
 
 
-def _is_extended(item: pytest.Item) -> bool:
-    """Whether a test is marked `extended`, or `extended(ranks=n)` and runs on n ranks or more."""
+def _is_extended(item: pytest.Item, number: int) -> bool:
+    """Whether a test is marked `extended`, with all its cases or those behind some; see `markers` in pyproject.toml."""
     num_ranks = getattr(item, "callspec", None) and item.callspec.params.get("nproc", 0)  # type: ignore[attr-defined]
-    return any((num_ranks or 0) >= mark.kwargs.get("ranks", 0) for mark in item.iter_markers("extended"))
+    return any(
+        (num_ranks or 0) >= mark.kwargs.get("ranks", 0) and number > mark.kwargs.get("beyond", 0)
+        for mark in item.iter_markers("extended")
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.extended(beyond=4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_message_and_an_exit_status(tmp_path: Path, mistake: str) -> None:
     code_of_user, status, words = MISTAKES[mistake]
@@ -101,15 +102,16 @@ HALF = {"RANK": "0", "WORLD_SIZE": "2"}
 SAYS_HALF = "ConfigurationError: RANK=0, WORLD_SIZE=2 are set without LOCAL_RANK"
 
 
+@pytest.mark.extended(beyond=2)
 @pytest.mark.parametrize(
     ("call", "variables", "message"),
     [
         ("init(seed='zero')", {}, "ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
+        ("DataLoader(range(8), 2)", HALF, SAYS_HALF),
         ("init(5)", {}, "ConfigurationError: evenstep.init: arguments without a name: none. Write the names of"),
         ("init(sed=0)", {}, "ConfigurationError: evenstep.init: there is no argument sed. Did you mean seed?"),
         ("DataLoader([], 4)", {}, "ConfigurationError: "),
         ("init()", HALF, SAYS_HALF),
-        ("DataLoader(range(8), 2)", HALF, SAYS_HALF),
         ("DistributedSampler(range(4))", HALF, SAYS_HALF),
     ],
 )

@@ -123,6 +123,7 @@ def test_a_rank_whose_loop_was_shorter_is_named_and_not_the_save_that_failed(tmp
     assert "CheckpointError" not in done.stderr
 
 
+@pytest.mark.extended(beyond=2)
 @pytest.mark.parametrize(
     "signals",
     [
@@ -203,6 +204,7 @@ def test_under_nohup_a_dropped_connection_is_ignored_by_all(tmp_path: Path, flag
     assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("num_steps", [6, 7])
 def test_a_run_of_local_steps_that_ends_well_is_saved_at_its_end(tmp_path: Path, num_steps: int):
     """Also between two exchanges: it ends with the mean."""
@@ -285,6 +287,7 @@ def to_all(command: Command, which: signal.Signals) -> None:
             os.kill(pid, which)
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("to", ["the launcher", "every process"])
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_saves_where_loaders_have_workers(tmp_path: Path, which: signal.Signals, to: str):

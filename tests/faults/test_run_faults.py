@@ -117,6 +117,7 @@ def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> No
     assert command.leaves_no_process()
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
@@ -188,6 +189,7 @@ def test_who_failed_may_finish_its_exit_handlers_and_pythons_own_end_is_not_wait
     assert not (tmp_path / "ended late").exists(), "the run had to wait for it"
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_stops_all_in_one_line(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
@@ -460,6 +462,7 @@ def test_every_rank_is_started_once_and_its_end_known_where_sigchld_was_ignored(
 AS_PROCESS_1 = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
 def test_as_process_1_of_a_container_it_reaps_what_others_leave(tmp_path: Path, flags: list[str]) -> None:
     if shutil.which("unshare") is None or subprocess.run([*AS_PROCESS_1, "true"], check=False).returncode != 0:

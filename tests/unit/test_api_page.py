@@ -20,6 +20,7 @@ def test_every_public_name_is_described_and_has_an_example() -> None:
     assert set(evenstep.__all__) - used == {"World"}, "World is what init returns"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("example", EXAMPLES, ids=[each.partition("\n")[0].removeprefix("# ") for each in EXAMPLES])
 def test_an_example_runs(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

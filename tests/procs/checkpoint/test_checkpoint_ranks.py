@@ -179,6 +179,7 @@ def test_damage_seen_by_one_rank_falls_back_on_all(ranks, tmp_path):
     assert ranks.run(problem_on_one_rank, 2, tmp_path, errno.EINVAL) == [2, 2]
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
 def test_what_one_rank_alone_cannot_read_is_no_damage(ranks, tmp_path, code):
     """An I/O error, or a directory that isn't shared, on one node. No rank changes anything before all have read it."""

@@ -49,6 +49,7 @@ def test_every_program_is_run_by_a_command():
     assert set(SAYS) <= set(COMMANDS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "command",
     [pytest.param(each, marks=pytest.mark.extended) if "verify --resume" in each else each for each in COMMANDS],

@@ -74,6 +74,7 @@ def train(root: Path, kind: str, nodes: list[int], upto: int, resumes: bool):
     return begun, state, torch.rand(2).tolist()
 
 
+@pytest.mark.extended(beyond=4)
 @pytest.mark.parametrize(
     ("kind", "nodes", "lost", "nodes_then", "begins"),
     [

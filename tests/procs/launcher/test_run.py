@@ -162,6 +162,7 @@ def test_a_script_with_evenstep_announces_itself_once_and_opens_no_port(tmp_path
     assert command.left_files() == []
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_hosts(tmp_path: Path, backend: str) -> None:
     """Two launchers on this machine stand for two nodes: what differs is that the ranks meet over TCP."""
@@ -241,6 +242,7 @@ ALONE = """
 """
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("flags", "arguments", "says"),
     [

@@ -251,9 +251,10 @@ def are_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-12
     return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(ours, theirs, strict=False))
 
 
+@pytest.mark.extended(beyond=2)
 @pytest.mark.parametrize(
     "layout",
-    ["1 replica", "2 replicas", "3 replicas", "2 x 2", "1 x 2", pytest.param("2 x 1", marks=pytest.mark.extended)],
+    ["2 replicas", "2 x 2", "1 replica", "3 replicas", "1 x 2", "2 x 1"],
 )
 def test_random_local_steps_are_those_of_one_process(ranks: RankPool, fresh_seed: int, layout: str) -> None:
     """Weights are counted within a replica, which has empty shares, too; closed midway they train on as one."""
@@ -366,6 +367,7 @@ def assert_same_ends(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
         assert are_close(ours, theirs, tolerance)
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("case", [Case("2 replicas"), Case("2 replicas", closes=NUM_LOCAL), Case("2 x 2")], ids=str)
 def test_a_save_waits_for_the_next_exchange_and_goes_on_with_the_same_bits(
     ranks: RankPool, fresh_seed: int, tmp_path: Path, case: Case
@@ -384,12 +386,13 @@ def test_a_save_waits_for_the_next_exchange_and_goes_on_with_the_same_bits(
         assert_same_ends(ours[2], wanted[2])
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("saving", "resuming"),
     [
         ("2 x 2", "2 replicas"),
         ("2 replicas", "2 x 2"),
-        pytest.param("2 x 2", "2 x 1", marks=pytest.mark.extended),
+        ("2 x 2", "2 x 1"),
         ("2 x 2", "1 x 2"),
         ("1 x 2", "2 x 2"),
     ],
@@ -476,6 +479,7 @@ def poisoned(case: Case, seed: int, policy: str | None, odd: int) -> tuple[str, 
         return raised, told, model.skipped_steps, values_of(model)
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(("layout", "odd"), [("2 x 2", 1), ("2 replicas", 1), ("1 replica", 0)])
 def test_a_gradient_that_isnt_finite_is_named_by_all_ranks(
     ranks: RankPool, fresh_seed: int, layout: str, odd: int

@@ -27,6 +27,7 @@ class Two(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+@pytest.mark.extended(ranks=3)
 @KINDS
 @pytest.mark.parametrize("is_weighted", [False, True])
 @on_ranks(2, 3)

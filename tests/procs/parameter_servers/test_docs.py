@@ -65,6 +65,7 @@ def test_a_dead_rank_ends_the_run_under_torchrun(tmp_path: Path):
     assert "exitcode  : -9" in done.stderr, done.stderr
 
 
+@pytest.mark.extended
 def test_the_training_that_diverges():
     (program,) = pages.blocks("python", "explanation/parameter-servers.md")
     (output,) = pages.blocks("output", "explanation/parameter-servers.md")
@@ -75,6 +76,7 @@ def test_the_training_that_diverges():
 (RECOMMEND,) = pages.blocks("python", "how-to/remote-embeddings.md")
 
 
+@pytest.mark.extended
 def test_the_program_with_tables_in_one_process(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", RECOMMEND], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     found = re.search(r"worker 0: loss (\d\.\d+), the first user's row \[", done.stdout)

@@ -90,9 +90,10 @@ def trained(
     return max(float((a - b).abs().max().detach()) for a, b in pairs)
 
 
+@pytest.mark.extended(beyond=9)
 @pytest.mark.parametrize("way", ["plain", "sharded", "stage 2"])
 @pytest.mark.parametrize("zeroed", ["never", "to None", "to zeros"])
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [2, 1, 3])
 def test_a_penalty_on_a_parameter_is_averaged_as_what_goes_through_outputs(ranks, fresh_seed, nproc, way, zeroed):
     for is_two, is_weighted, reaches, accumulates in itertools.product((False, True), repeat=4):
         if (

@@ -75,6 +75,7 @@ def run_to_its_end(seed: int, kind: str) -> None:
             raise ValueError("its own")
 
 
+@pytest.mark.extended(beyond=2)
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("kind", ["a random step on one rank", "a parameter set by hand on one rank"])
 def test_replicas_that_differ_at_the_end_are_an_error_on_all_ranks(ranks, fresh_seed, nproc, kind):

@@ -82,9 +82,10 @@ def train_alone(optimizer_name, seed):
                 return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.extended(beyond=8)
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
+@pytest.mark.parametrize("accumulation", [4, 1])
 def test_fifty_steps_equal_one_process(ranks, fresh_seed, nproc, accumulation, optimizer_name):
     expected = train_alone(optimizer_name, fresh_seed)
     replicas = ranks.run(train_with_evenstep, nproc, optimizer_name, accumulation, fresh_seed)

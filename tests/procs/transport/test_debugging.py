@@ -93,6 +93,7 @@ SERVES = """
 """
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize("made_by", ["init", "torch"])
 @pytest.mark.parametrize("level", ["INFO", "DETAIL"])
 def test_with_torchs_level_of_debugging_calls_are_the_same(
@@ -105,6 +106,7 @@ def test_with_torchs_level_of_debugging_calls_are_the_same(
     assert (code, command.stdout) == (0, "they differ\n"), command.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("made_by", ["init", "torch"])
 def test_torchs_debug_server_reaches_all_ranks(tmp_path: Path, fresh_seed: int, made_by: str) -> None:
     """It looked for a store at MASTER_PORT, where nobody listens, for 300 s."""

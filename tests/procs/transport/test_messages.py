@@ -298,6 +298,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("numel", "by_future", "way", "words"),
     [(SHORT, False, "recv", "in recv of"), (LONG, True, "send", "in send of"), (SHORT, True, "any", "in recv of")],

@@ -154,6 +154,7 @@ def steps(of_ranks: list[DataLoader]) -> Iterator[list[int]]:
             each.close()
 
 
+@pytest.mark.extended(beyond=12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_any_stop_is_resumed_exactly_on_any_ranks(kind: str, num_workers: int, fresh_seed: int) -> None:

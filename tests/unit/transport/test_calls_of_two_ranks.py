@@ -279,6 +279,7 @@ has_begun.wait(20)
 """
 
 
+@pytest.mark.extended
 def test_a_callback_that_runs_as_the_process_ends_is_finished() -> None:
     """Python ends threads wherever they are; inside C++, as in a future's callback, that is std::terminate."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)

@@ -73,6 +73,7 @@ def test_a_script_that_fails_ends_with_2_and_its_error(
     assert main(["doctor", str(PRINTS)]) == 1
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [(["--no-run", str(CLEAN)], 78, "pip install 'evenstep[doctor]'"), (["--help"], 0, "")],

@@ -93,9 +93,3 @@ def whole_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [whole_of(item) for item in value]
     return value
-
-
-def along_columns(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor divided along its second dimension over the last dimension of a mesh."""
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(1)]
-    return distribute_tensor(value, mesh, placements)

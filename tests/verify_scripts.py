@@ -290,20 +290,6 @@ with evenstep.init(seed=0, quiet=True) as world:
 
 _PLAIN = CORRECT["torch"]
 
-# Small whole numbers, of which float32 holds every sum: no order makes a difference.
-IDENTICAL = f"""{_TORCH}
-model = DistributedDataParallel(nn.Linear(4, 1))
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter.copy_(torch.randint(-4, 5, parameter.shape))
-train_set = TensorDataset(torch.randint(-4, 5, (64, 4)).float())
-optimizer = torch.optim.SGD(model.parameters(), lr=1 / 4)
-for x, in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):
-    model(x).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
 # Of each mistake the kind of its cause, and the script.
 MISTAKES = {
     "batch_norm": ("batch norm", _PLAIN.replace("nn.Tanh()", "nn.BatchNorm1d(32), nn.Tanh()")),

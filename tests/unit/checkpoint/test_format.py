@@ -86,7 +86,7 @@ def test_a_new_rank_shares_what_all_ranks_shared(fresh_seed):
 def test_streams_come_back_exactly_and_travel_in_four_bytes_a_word(fresh_seed):
     with randomness.preserved():
         randomness.seed_everything(fresh_seed)
-        random.gauss(), numpy.random.randn(), torch.rand(3)  # half of a pair is kept by the first two
+        random.gauss(0, 1), numpy.random.randn(), torch.rand(3)  # half of a pair is kept by the first two
         saved, world = capture_streams(initialised(0, 1)), initialised(0, 1)
         assert [saved[name]["words"].nbytes for name in ("python", "numpy")] == [4 * 625, 4 * 624]
         before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()

@@ -33,7 +33,8 @@ def is_watched() -> bool:
 
 def profile_all_threads() -> torch.profiler.profile:
     """A profiler of this process: its GPU, and all threads of the CPU, such as those of Gloo that carry gradients."""
-    return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    # acc_events: until torch 2.12 a profile of one cycle is warned of without it.
+    return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True), acc_events=True)
 
 
 def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -> Callable[[], None] | None:

@@ -133,6 +133,7 @@ SAYS = """
 """
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("streams", "out", "err"),
     [

@@ -111,7 +111,8 @@ WARNS = """
 """
 
 
-@pytest.mark.parametrize("shows_all", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("shows_all", [False, True])
 def test_launch_shows_a_warning_of_torchs_once(tmp_path: Path, shows_all: bool) -> None:
     """As torchrun's ranks under `evenstep.init`; all of them where the script asks for it."""
     (tmp_path / "script.py").write_text(textwrap.dedent(WARNS))

@@ -16,6 +16,7 @@ from tests.commands import Command
 PROGRAMS = pages.blocks("python", "how-to/parameter-server.md")
 
 
+@pytest.mark.extended
 def test_the_program_in_one_process(tmp_path: Path):
     (program,) = PROGRAMS
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=90)

@@ -63,6 +63,7 @@ def make_model():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
+@pytest.mark.extended(beyond=18)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(2, 3, 4)

@@ -188,6 +188,7 @@ def test_several_models_join_in_any_order(world, fresh_seed, through_both, order
     assert world.rank == world.world_size - 1 or all(grad is None for grad in grads(whole))
 
 
+@pytest.mark.extended(beyond=3)
 @pytest.mark.parametrize("mistake", ["twice", "not the same", "optimizer first"])
 @on_ranks(2, 3)
 def test_models_that_join_out_of_turn_are_told_at_once(world, mistake):

@@ -87,6 +87,7 @@ def test_replicas_that_differ_at_the_end_are_an_error_on_all_ranks(ranks, fresh_
     assert nproc == 2 or "rank 1 differs" in str(error.value)
 
 
+@pytest.mark.extended(beyond=4)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -61,10 +61,11 @@ def fine_tune(net: nn.Sequential, model: Any, kind: str, plan: dict[int, set[int
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
+@pytest.mark.extended(beyond=12)
 @pytest.mark.parametrize("adds", [True, False], ids=["groups are added", "all from the start"])
 @pytest.mark.parametrize("plan", [GRADUALLY, IN_TURNS], ids=["gradually", "in turns"])
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 3)
+@on_ranks(2, 1, 3)
 def test_layers_that_are_frozen_when_an_optimizer_is_made_are_trained_later(world, fresh_seed, kind, plan, adds):
     net = build(fresh_seed)
     got = fine_tune(net, evenstep.DistributedDataParallel(net), kind, plan, adds=adds, seed=fresh_seed)

@@ -47,10 +47,11 @@ def batch(seed, step, rank, rows):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank)).double()
 
 
+@pytest.mark.extended(beyond=8)
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("how", ["dataclass", pytest.param("opaque", marks=pytest.mark.extended), "attribute"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["dataclass", "attribute", "opaque"])
+@on_ranks(2, 1)
 def test_a_loss_that_reaches_no_output_is_averaged(world, fresh_seed, how, use_reentrant, is_weighted):
     """Frozen from the first step on by hooks on a few parameters only, and in passes inside the pass.
 

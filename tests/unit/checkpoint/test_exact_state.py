@@ -54,6 +54,7 @@ def run(directory: Path, seed: int, kind: str, layout: str, dtype: torch.dtype, 
     return [*(p.detach() for p in net.parameters()), *kept]
 
 
+@pytest.mark.extended(beyond=32)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

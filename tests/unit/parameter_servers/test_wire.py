@@ -262,6 +262,7 @@ def test_an_exception_in_the_middle_of_a_call_breaks_no_other(monkeypatch: pytes
 # ---------------------------------------------------------------------- strangers
 
 
+@pytest.mark.extended(beyond=4)
 @pytest.mark.parametrize(
     "badge", [OTHER_KEY, ATTEMPT_BEFORE, Badge(b"", BADGE.run), Badge(BADGE.key, "run 1 server 1")]
 )
@@ -314,6 +315,7 @@ def test_a_proof_that_was_seen_before_is_worth_nothing(where: Path | str):
             assert stranger.recv(32) == b""
 
 
+@pytest.mark.extended(beyond=6)
 @pytest.mark.parametrize(
     "said", [b"", b"\0", bytes(67), bytes(68), b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 4096], ids=len
 )

@@ -15,6 +15,7 @@ PRINTS = Path(__file__).parents[3] / "scripts" / "planted" / "tutorial_print.py"
 SINGLE = Path(__file__).parents[3] / "scripts" / "single" / "accumulation.py"
 
 
+@pytest.mark.extended(beyond=1)
 @pytest.mark.parametrize(
     ("streams", "status", "said"),
     [

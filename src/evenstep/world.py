@@ -431,7 +431,7 @@ class World:
             weights are 0.
 
         Warns:
-            UserWarning: Of a tensor whose gradient is still to be computed, once for a line: the mean has none.
+            UserWarning: The gradient of a tensor is still to be computed, which its mean has none of. Once for a line.
 
         Raises:
             ConfigurationError: The value isn't a real number or tensor, or the weight isn't a number. Raised on the

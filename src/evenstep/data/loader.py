@@ -653,7 +653,7 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
 
     Args:
         state: What was given.
-        facts: Of this loader's source.
+        facts: What is known of this loader's source.
         may_resize: Global batches may have another size.
 
     Raises:

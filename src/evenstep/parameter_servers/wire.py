@@ -324,14 +324,14 @@ class Client:
     """Calls one listener; not for several threads at once.
 
     Args:
-        address: Of the listener.
+        address: Where the listener is.
         badge: The same as the listener's.
         rank: This process's.
         who: This process, for messages.
         server: The listener, for messages.
         timeout_s: How long an answer may take.
         silent_s: See [Note: when a peer is lost].
-        most_bytes: Of the tensors of one message.
+        most_bytes: How much the tensors of one message may have.
 
     Raises:
         PeerLostError: Nobody listens there, the listener is another process, or it refuses this one.

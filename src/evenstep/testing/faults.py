@@ -125,7 +125,7 @@ class _Injector:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._pending = list(faults)
         self._step = 0
-        # Of each optimizer: as the launcher counts them.
+        # By optimizer, as the launcher counts them.
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._handles: list[Any] = []

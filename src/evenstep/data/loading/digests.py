@@ -19,7 +19,7 @@ _MOST_BYTES = 4096  # of a text, that are read
 def digest_of(records: Sequence[Any]) -> int:
     """A digest of some records, in their order: of their number, and of the contents of some of them. Pure.
 
-    It is the same in every process, and positive in int64. Of objects other than numbers, texts, tensors and containers
+    It is the same in every process, and positive in int64. In objects other than numbers, texts, tensors and containers
     only the type counts.
     """
     found = hashlib.blake2b(b"%d" % len(records), digest_size=7)

@@ -131,7 +131,7 @@ class EpochOrder:
 
 
 def scramble(words: Any) -> Any:
-    """Hash 32-bit words, held in 32 or 64 bits, into 32-bit words; in place. Of torch's tensors, too.
+    """Hash 32-bit words, held in 32 or 64 bits, into 32-bit words; in place. Takes torch's tensors, too.
 
     The finaliser of Ettinger ("lowbias32" family of Wellons' hash-prospector); both multipliers have less than 32
     bits, so that products fit into 63.

@@ -47,7 +47,7 @@ def validate_on_all_ranks(
         advice: The end of the message if something differs.
 
     Raises:
-        EvenstepError: Of the kind that a rank's `validate` raised, with its text, and on that rank with its cause.
+        EvenstepError: The kind that a rank's `validate` raised, with its text, and on that rank with its cause.
         OtherRankFailedError: `validate` raised another exception on another rank, from the user's code. That rank
             raises the exception itself, with its traceback.
         MismatchError: The values differ, or other ranks are in another call.

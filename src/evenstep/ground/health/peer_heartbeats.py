@@ -30,7 +30,7 @@ class NodePages:
     """The pages of a node's ranks in one attempt, and their rendezvous file, as made by their launcher.
 
     Args:
-        num_ranks: Of this node.
+        num_ranks: How many run on this node.
 
     Attributes:
         pages: By local rank.

@@ -32,7 +32,7 @@ class Shard:
 
     Attributes:
         path: The tensor's place in the state dict, such as ("state", 3, "exp_avg").
-        shape: Of the whole tensor.
+        shape: The whole tensor's shape.
         offset_numel: Where the shard begins in the flattened tensor.
         values: [numel], contiguous.
     """

@@ -251,7 +251,7 @@ class RemoteEmbedding(nn.Module):
         """Connect with the servers' tables.
 
         Args:
-            name: Of the table.
+            name: The table's name.
             who: This worker, for messages.
             num_servers: At least 1.
             start: Sends a lookup.

@@ -72,7 +72,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Args:
         num_features: Channels, dimension 1 of the input [n, num_features, ...].
         eps: Added to the variance.
-        momentum: Of the running statistics; None: their plain average.
+        momentum: How fast running statistics follow; None: their plain average.
         affine: Learn a weight and a bias.
         track_running_stats: Keep running statistics.
         process_group: The ranks that normalise together, a `torch.distributed` group; None: all of the current world.

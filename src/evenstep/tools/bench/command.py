@@ -22,7 +22,7 @@ def scaling(args: Namespace) -> int:
     """Measure a script on several numbers of replicas, and write the report.
 
     Args:
-        args: Of the command line.
+        args: What the command line says.
 
     Raises:
         ConfigurationError: An argument makes no sense.
@@ -58,7 +58,7 @@ def compare(args: Namespace) -> int:
     """Run scripts in alternating rounds, and print what their steps take and whether their losses are the same.
 
     Args:
-        args: Of the command line.
+        args: What the command line says.
 
     Raises:
         ConfigurationError: An argument makes no sense.

@@ -51,7 +51,7 @@ class Parts:
         compute_s: Computing, as long as alone; with the script's own work between the passes.
         contention_s: Computing, longer than alone.
         data_s: Waiting for data.
-        idle_s: Of a GPU: nothing is launched, and it isn't for data.
+        idle_s: A GPU has nothing to do, and the host isn't waiting for data.
         imbalance_s: Waiting for a rank that came later.
         exposed_s: Communication that nothing hid.
         engine_s: On CPUs, the wrapper's own work: dividing, module buffers.

@@ -80,12 +80,12 @@ class Case:
     Attributes:
         num_replicas: Ranks.
         rows_per_replica: Samples of a step on one of them.
-        decomposition: Of the step.
-        facts: Of rank 0.
+        decomposition: The parts of the step.
+        facts: Those of rank 0.
         spread: What rounds differ by: the distance of the quartiles of the step over its median.
-        num_threads: Of all ranks together.
+        num_threads: How many all ranks have together.
         syncs: On a GPU: lines that made the host wait, and how often in a step.
-        divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
+        divides_batch: Strong scaling is measured: what computes more slowly than alone may be the smaller batch.
         num_cores_elsewhere: Cores of the machine that other programs kept busy.
     """
 
@@ -101,7 +101,7 @@ class Case:
 
     @property
     def parts(self) -> Parts:
-        """Of the step."""
+        """The parts of the step."""
         return self.decomposition.parts
 
     @property

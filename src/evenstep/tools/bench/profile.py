@@ -10,7 +10,7 @@ others. Each is compared with the same one on the other ranks, which needs no co
     rank 1   |-- backward -----------------|= all-reduce 7 =|-- optimizer -|     what is longer: waiting for rank 1
 
 Communication is the end of a kernel, as long as the shortest one; *exposed* is what of it no computing of this rank
-overlaps. Of the rest, *waiting* is what no computing overlaps either. When neither computing nor communication runs,
+overlaps. *Waiting* is the part of the rest that no computing overlaps. When neither computing nor communication runs,
 the GPU is *idle*: the host waits for data, or hasn't launched the next kernel yet. A rank that waits for a late one
 computes nothing meanwhile, so what a run exposes is that of the rank which exposes least.
 """
@@ -92,7 +92,7 @@ def device_steps(profiles: Sequence[Profile]) -> list[list[dict[str, float]]]:
     steps have different numbers of them, all steps are one.
 
     Args:
-        profiles: Of all ranks.
+        profiles: All ranks'.
     """
     shortest: dict[str, float] = {}
     for key, since, until in (each for profile in profiles for each in profile.collectives):

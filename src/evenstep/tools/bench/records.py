@@ -69,13 +69,13 @@ class Facts:
         device: "cpu" or "cuda".
         wrapper: What averages the gradients: "evenstep", "torch" (its DistributedDataParallel), "fsdp", or "" if
             nothing was found.
-        backend: Of the process group; "" without one.
-        num_threads: Of the rank's operations on the CPU.
+        backend: The process group's; "" without one.
+        num_threads: How many the rank's operations have on the CPU.
         num_cores: That the rank may use; all ranks of a host share them.
-        num_workers: Of the loader that training reads from.
+        num_workers: How many the loader has that training reads from.
         has_loader: Whether a loader was seen at all.
         keeps_workers: Whether its workers live on from one epoch to the next.
-        starting_s: Of the waits for data in the average counted step, those for the first batch of an epoch.
+        starting_s: How long the average counted step waits for the first batch of an epoch; part of its waits for data.
     """
 
     device: str = "cpu"
@@ -94,7 +94,7 @@ class RankRecord:
     """One rank's account of a run.
 
     Attributes:
-        rank: Of how many: `world_size`.
+        rank: This one, among `world_size`.
         num_warmup: Steps that aren't counted.
         steps_ns: When each optimizer step ended, on the clock of `time.perf_counter_ns`: the first entry is the end of
             the first step.
@@ -137,7 +137,7 @@ class RankRecord:
         return sum(self.rows[self.num_warmup :]) / self.num_steps
 
     def most_often(self, counts: Sequence[int]) -> int:
-        """Of samples by step, as `rows` or `batches`, the number that most counted steps have; 0 without one."""
+        """The number of samples that most counted steps have, by `rows` or `batches`; 0 without a counted step."""
         usual = Counter(counts[self.num_warmup :]).most_common(1)
         return usual[0][0] if usual else 0
 

@@ -49,7 +49,7 @@ def build_report(measured: Measured, version: str) -> dict[str, Any]:
 
     Args:
         measured: What came of the runs.
-        version: Of evenstep.
+        version: evenstep's version.
     """
     curves = {name: curve(settings, measured.rounds) for name, settings in measured.curves.items()}
     findings: dict[str, dict[str, Any]] = {}

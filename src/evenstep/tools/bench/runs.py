@@ -40,7 +40,7 @@ class Wish:
         replicas: Numbers of ranks, in order.
         num_steps: Steps that are counted.
         num_rounds: How often each setting is measured.
-        num_threads: Of every rank, however many there are.
+        num_threads: How many each rank has, however many ranks there are.
         device: As for `evenstep run`; None: GPUs if there are any.
         has_strong: Whether one batch is also divided over the replicas.
         watches_losses: Whether losses are recorded, and not where the time goes. A script that sets no seed begins with

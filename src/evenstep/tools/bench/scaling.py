@@ -19,7 +19,7 @@ from evenstep.tools.bench.records import RankRecord, steps_in_parts
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a figure over rounds."""
+    """A figure's median and quartiles over rounds."""
 
     median: float
     low: float  # a quarter of the rounds lies below
@@ -46,7 +46,7 @@ class Run:
 
     Attributes:
         setting: Which.
-        records: Of its ranks, in order.
+        records: Its ranks', in order.
         cores_elsewhere: Cores of the host that other programs kept busy meanwhile; 0.0 where that isn't known.
     """
 
@@ -119,12 +119,12 @@ class Point:
     Attributes:
         setting: Which.
         rows_per_replica: Samples of most steps on one replica.
-        step_s: Of the average step.
+        step_s: How long the average step takes.
         samples_per_s: Throughput of all replicas.
         speedup: Over the fewest replicas.
         efficiency: Speed-up by how many times more replicas.
-        decomposition: Of the run that is the median by its step.
-        run: That run.
+        decomposition: The parts of `run`'s step.
+        run: The run that is the median by its step.
     """
 
     setting: Setting
@@ -146,7 +146,7 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
     """A curve's points, in order.
 
     Args:
-        settings: Of the curve; the first is what the others are compared with.
+        settings: The points of the curve; the first is what the others are compared with.
         rounds: What was measured, each setting once per round.
     """
     base = settings[0]

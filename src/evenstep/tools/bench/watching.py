@@ -120,7 +120,7 @@ class LossWatch(Subscriber):
             self._seen.setdefault(self.recorder.num_steps, []).append((root.detach().clone(), its_weight))
 
     def by_step(self, num_steps: int) -> Iterator[tuple[float, float]]:
-        """Of each of the first steps (losses times their weights, weights), as `RankRecord.losses`."""
+        """For each of the first steps (losses times their weights, weights), as `RankRecord.losses`."""
         for step in range(num_steps):
             passes = [
                 (float(loss), None if weight is None else float(weight)) for loss, weight in self._seen.get(step, [])

@@ -82,7 +82,7 @@ class Conversion:
         Two equal halves would hide a wrong weight. Short epochs are compared to their end.
 
         Args:
-            arguments: Of the script.
+            arguments: Given to the script.
             say: Told what is going on.
 
         Returns:

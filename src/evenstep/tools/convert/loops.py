@@ -80,7 +80,7 @@ class Loops:
         return found
 
     def in_head(self, loop: cst.For | cst.CompFor) -> list[cst.BaseExpression]:
-        """What a loop takes batches from one by one; `list` and `cycle` keep them, and `len` takes none."""
+        """What a loop takes batches from, one by one. `list` and `cycle` would keep them, `len` takes none."""
         found: list[cst.BaseExpression] = []
         waiting: list[cst.BaseExpression] = [loop.iter]
         while waiting:

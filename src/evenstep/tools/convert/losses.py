@@ -26,7 +26,7 @@ _DEPTH = 12  # of expressions, names and functions that are followed
 _FUNCTIONAL = {"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
 _KEEPING = {"detach", "item", "float", "cpu", "double", "to", "half", "clone", "scale", "squeeze", "view", "abs"}
 _KEEPING |= {"numpy"}
-# Of all samples of a batch, unless they are told another dimension; of the second kind only if they are told theirs.
+# Over all samples of a batch, unless they are told another dimension; the second kind only if they are told theirs.
 _STATISTICS = {"mean", "sum", "std", "var", "median", "max", "min", "amax", "amin", "norm", "topk", "quantile"}
 _BEFORE_DIM = {"norm": ["p"], "topk": ["k"], "quantile": ["q"], "normalize": ["p"]}
 # Where samples get a new axis, to be compared with all others: `z[None] - z[:, None]`.
@@ -64,7 +64,7 @@ class Definition:
 
 
 def combined(left: Kind, right: Kind) -> Kind:
-    """Of a sum of two terms."""
+    """The kind of a sum of two terms."""
     if NOTHING in (left.name, right.name) or left == right:
         return right if left.name == NOTHING else left
     if CONSTANT in (left.name, right.name):
@@ -75,7 +75,7 @@ def combined(left: Kind, right: Kind) -> Kind:
 
 
 def _alike(kinds: list[Kind]) -> Kind:
-    """Of an expression that may be any of several."""
+    """The kind of an expression that may be any of several."""
     return kinds[0] if kinds and all(each == kinds[0] for each in kinds) else Kind(UNKNOWN)
 
 
@@ -441,7 +441,7 @@ class Losses:
     # ------------------------------------------------------------------ torch's losses
 
     def criterion(self, call: cst.Call) -> tuple[str, Sequence[cst.Arg], str | None] | None:
-        """Of one of torch's losses its name, where it was set up, and what holds it; None of others."""
+        """The name of one of torch's losses, where it was set up, and what holds it; None for other calls."""
         name = self.script.qualified(call.func) or ""
         short = name.rsplit(".", 1)[-1]
         if name.startswith("torch.") and (short in _FUNCTIONAL or short.endswith("_loss")):

@@ -23,7 +23,7 @@ _MODULES_OWN |= {"forward", "join"}
 _ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 _WRAPPER = "evenstep.DistributedDataParallel"
 _BATCH_NORM = ("BatchNorm", "torchvision.models", "torch.hub")
-# Of which no batch norm comes.
+# Libraries that bring no batch norm.
 LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "evenstep", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "seaborn", "PIL", "cv2"),
     *("tqdm", "rich", "yaml", "hydra", "omegaconf", "wandb", "mlflow", "tensorboardX", "datasets", "tokenizers"),

@@ -3,7 +3,7 @@
 The same seed gives other batches and other random numbers to a converted script, so that two runs can't be compared.
 The script as it was runs first, under observation: it leaves the weights and buffers that it starts with, each batch
 that reaches a loop, and the random streams before it. The converted script is given all three. Gradients and weights
-must agree then, step by step. Of an epoch, the first batches reach the loop, and the last one, which may be shorter.
+must agree then, step by step. The loop gets the first batches of an epoch and its last one, which may be shorter.
 
 What a replay hides is compared beside it: how many batches a loop over a loader has, their sizes, and their samples.
 """
@@ -68,7 +68,7 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
     Args:
         script: As it was.
         converted: Beside it.
-        arguments: Of both.
+        arguments: Given to both scripts.
         say: Told what is going on.
 
     Raises:

@@ -39,7 +39,7 @@ class Flow(values.Flow):
         return values.loaders_among(self.of(node))
 
     def name_of(self, held: Values, at: Node, *, among: Values | None = None) -> str | None:
-        """What holds these values, and no others, at a place: a name, or an attribute of `self`.
+        """The name, or attribute of `self`, that holds these values and no others at a place.
 
         The function's own names come first, then its object's: a global may be another one when it is called.
 

@@ -27,7 +27,7 @@ def compare(
     Args:
         script: As the user named it.
         arguments: Its own.
-        num_ranks: Of the comparison.
+        num_ranks: How many are compared.
         took_s: How long the watched run has taken.
         say: Told beforehand how long it will take.
 

@@ -128,7 +128,7 @@ class Report:
         """The report for code review tools, in the Static Analysis Results Interchange Format 2.1.0 of OASIS.
 
         Args:
-            version: Of evenstep.
+            version: evenstep's version.
         """
         used = sorted({each.rule for each in self.findings})
         run = {

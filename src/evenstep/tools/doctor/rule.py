@@ -58,7 +58,7 @@ class Finding:
         cost: What it costs in this script; "" if the rule's `why` says all.
         mend: A few lines of code for this script; "" if the rule's `mend` says all.
         confirmed: True if a run has shown it; False if it was only read.
-        cell: Of a notebook, the cell, counted from 1; None elsewhere.
+        cell: The notebook's cell, counted from 1; None in a script.
         edits: What `--fix` writes; () where that isn't certain.
         rule: The rule's id; set by whoever asks the rule.
     """

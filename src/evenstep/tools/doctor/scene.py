@@ -32,7 +32,7 @@ class Loop:
 
     Attributes:
         begin: The event "iterate".
-        rows: Of each batch, digests of its samples.
+        rows: By batch, digests of its samples.
         num_steps: Optimizer steps that were made in it.
         num_evaluated: Forward passes without gradients.
         end: The event "iterated"; None if the run ended before.
@@ -156,7 +156,7 @@ def usual(numbers: Iterable[int]) -> int:
 
 
 def share_of_equal(ours: Sequence[str], theirs: Sequence[str], *, in_any_order: bool) -> float:
-    """Of samples that two ranks have read, how many are the same, 0 to 1; 0 where repeats say nothing.
+    """Which share of the samples that two ranks have read is the same, 0 to 1; 0 where repeats say nothing.
 
     Args:
         ours: Digests, in order.

@@ -31,7 +31,7 @@ def watched(
     """What a run has shown.
 
     Args:
-        evidence: Of its ranks.
+        evidence: What its ranks did.
         script: As the user named it.
         directory: The current one, absolute.
         facts: What reading knows of the script.

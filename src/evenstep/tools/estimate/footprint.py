@@ -44,11 +44,11 @@ class Sizes:
 
     Attributes:
         parameters: The trained ones, in registration order.
-        fixed_bytes: Of frozen parameters and module buffers.
-        state_bytes: Of the optimizer's state of all parameters, on one rank.
+        fixed_bytes: Frozen parameters and module buffers.
+        state_bytes: The optimizer's state for all parameters, on one rank.
         stepping_bytes: What the optimizer's step needs for a moment.
         activation_bytes: What the passes hold at most beside gradients, for `num_samples`.
-        num_samples: Of a rank's batch; 0 if unknown.
+        num_samples: How many a rank's batch has; 0 if unknown.
         largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
     """
 
@@ -62,7 +62,7 @@ class Sizes:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the trained parameters."""
+        """The bytes of the trained parameters."""
         return sum(map(_bytes_of, self.parameters))
 
 
@@ -128,7 +128,7 @@ def footprint(sizes: Sizes, way: str, num_ranks: int, policy: BucketPolicy | Non
     """What a rank needs; see [Note: what lies where].
 
     Args:
-        sizes: Of model, optimizer and batch.
+        sizes: How large model, optimizer and batch are.
         way: How the work is divided, one of `WAYS`.
         num_ranks: Over how many.
         policy: Sizes of buckets; None: evenstep's.
@@ -205,9 +205,9 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
     """Which way is enough on so many ranks of so much memory, and the lines of a script for it.
 
     Args:
-        sizes: Of model, optimizer and batch.
+        sizes: How large model, optimizer and batch are.
         num_ranks: How many there are.
-        memory_bytes: Of each.
+        memory_bytes: What each has.
     """
     note = "" if sizes.num_samples else ", without activations, which were not counted"
     lines: list[str] = []

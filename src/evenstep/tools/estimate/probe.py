@@ -98,7 +98,7 @@ def _storages(tensors: object) -> list[torch.UntypedStorage]:
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """Of tensors, a storage that several share once."""
+    """The bytes of tensors; a storage that several share counts once."""
     return sum({storage._cdata: storage.nbytes() for storage in _storages(list(tensors))}.values())
 
 
@@ -123,7 +123,7 @@ def sizes_of(
     """Sizes of a model whose tensors have shapes and no memory: fake ones, or those of the device "meta".
 
     Args:
-        model: Of such tensors.
+        model: Made of such tensors.
         build_optimizer: Makes the optimizer from the trained parameters.
         inputs: Arguments of the model; their first dimension is the batch. Empty: activations aren't counted.
 
@@ -208,7 +208,7 @@ class _Watch(Subscriber):
         out: Where it is written.
         num_samples: Rows of the first tensor that the model was called with; 0 if there was none.
         model: The module that was called first in a step.
-        num_steps: Of the optimizer that stepped first.
+        num_steps: How many the optimizer made that stepped first.
         gradient_bytes: Before its newest step.
         activation_bytes: What the passes before that held.
         optimizers: That have stepped, in order.
@@ -279,7 +279,7 @@ class _Watch(Subscriber):
         return next(iter(self.optimizers)) == id(optimizer)
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Of all optimizers. One inside another one steps memory that the outer one's parameters are views of."""
+        """All optimizers' parameters. An optimizer inside another one may step views of the outer one's."""
         found: dict[int, list[nn.Parameter]] = {}
         for optimizer in self.optimizers.values():
             new: dict[int, list[nn.Parameter]] = {}

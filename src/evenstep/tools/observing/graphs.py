@@ -23,7 +23,7 @@ def factor_of(root: Tensor, scale: float = 1.0) -> tuple[float | None, Any]:
 
     Args:
         root: The loss.
-        scale: Of a GradScaler, which divides by it again: no part of the factor.
+        scale: A GradScaler's, which divides by it again: no part of the factor.
 
     Returns:
         (the factor; None if it isn't known, the node).

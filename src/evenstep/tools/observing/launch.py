@@ -49,11 +49,11 @@ class Observed:
 
     Attributes:
         module: Becomes the script in each rank, given what it has to know, the script and its arguments.
-        script: Of the user's; runs unchanged.
+        script: The user's script; runs unchanged.
         arguments: Its own.
         ranks: How many.
         device: As `evenstep run --device`; None: GPUs if there are any.
-        threads: Of each rank; None: as `evenstep run` chooses.
+        threads: How many each rank has; None: as `evenstep run` chooses.
         options: More of `evenstep run`'s.
     """
 
@@ -140,9 +140,9 @@ def leave_together(directory: Path, rank: int, world_size: int, limit_s: float) 
     """End the script in this rank, once all ranks are here: those that left first would be missed by the others.
 
     Args:
-        directory: Of the run; the same on all ranks.
+        directory: The run's directory, the same on all ranks.
         rank: This one.
-        world_size: Of so many.
+        world_size: How many ranks there are.
         limit_s: The others are awaited for so long.
     """
     (directory / f"left-{rank}").touch()

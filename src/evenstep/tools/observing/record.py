@@ -67,7 +67,7 @@ _APART = ("new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 WRAPPERS = (TorchDistributedDataParallel, DistributedDataParallel)
 LOADERS = (TorchDataLoader, DataLoader)
 
-# Of each moment that is the call of a function and no more, the functions: (where, name).
+# The functions, (where, name), whose call is a moment by itself.
 _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
     "loss": [(functional, "cross_entropy"), (functional, "nll_loss")],
     "batch_norm": [(functional, "batch_norm")],
@@ -104,7 +104,7 @@ class Subscriber:
     # ------------------------------------------------------------------ a step
 
     def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> Ended:
-        """A module is called; `depth`: inside so many others, of which only those with gradients count for one with."""
+        """A module is called, inside `depth` others; for one with gradients only those with gradients count."""
 
     def backward(self, root: Any, weight: Any, scale: float) -> Ended:
         """A backward pass begins at a tensor, with a weight (None: plain), and perhaps the factor of a GradScaler."""

@@ -45,7 +45,7 @@ class Scratch:
     """Where an observed script's files go, and come from if this run has written them.
 
     Args:
-        directory: Of the run.
+        directory: The run's directory.
         writes: Called with the path of every file that the script is about to write, rename to or add to.
 
     Attributes:

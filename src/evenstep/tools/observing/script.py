@@ -23,7 +23,7 @@ class Script:
     """The files of a script: those below its directory that no library owns.
 
     Args:
-        path: Of the script.
+        path: The script's file.
     """
 
     def __init__(self, path: str) -> None:
@@ -75,7 +75,7 @@ def run_observed(path: str, arguments: Sequence[str]) -> None:
     """Run a script as python would have, in a process that was started with `-m`.
 
     Args:
-        path: Of the script.
+        path: The script's file.
         arguments: Its own.
     """
     if sys.path and sys.path[0] == os.getcwd():

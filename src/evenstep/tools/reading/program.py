@@ -17,7 +17,7 @@ from evenstep.tools.reading.tree import File
 
 MOST_NESTING = 300
 _MOST_CALLS = 5_000  # LibCST takes some ten calls for a level of nesting
-# Of the modules that a script imports; more would take longer than anybody waits for a look at a script.
+# How many modules are read that a script imports; nobody would wait for more.
 MOST_FILES = 20
 MOST_LINES = 10_000
 

@@ -23,7 +23,7 @@ class Source:
     Attributes:
         path: As the user named it, or relative to it.
         text: With `\\n` at the ends of lines; of a notebook the code of all cells, one after the other.
-        cells: Of a notebook, the first line in `text` of each code cell, with the cell's number; else empty.
+        cells: The first line in `text` of each code cell of a notebook, with the cell's number; else empty.
         ignored: By line, the rules that a comment of that line switches off; an empty set is all of them.
     """
 

@@ -109,8 +109,8 @@ class Frame:
         parent: The next frame outwards.
         function: The function that it lies in; None at the top level.
         node: The statement or expression.
-        test: Of an `if` or `while`, the condition.
-        holds: Of an `if`: True in the branch where the condition holds.
+        test: The condition of an `if` or `while`.
+        holds: True in the branch of an `if` where the condition holds.
     """
 
     kind: str
@@ -123,7 +123,7 @@ class Frame:
 
     @functools.cached_property
     def line(self) -> int:
-        """Of an `if`, counted from 1; else 0."""
+        """The line of an `if`, counted from 1; 0 for other statements."""
         return self.file.line(self.node) if isinstance(self.node, cst.If) else 0
 
     def outwards(self) -> Iterator[Frame]:

@@ -273,7 +273,7 @@ class Flow:
         return next((methods[name] for methods in every if name in methods), None)
 
     def _attribute_of(self, definition: cst.ClassDef, name: str) -> Values:
-        """What objects of a class are given by this name: there, in classes above it and in those below it."""
+        """The values that a class, its bases and its subclasses give to this attribute of their objects."""
         return NOTHING.union(*(self._attributes.get((each, name), NOTHING) for each in self._related[definition]))
 
     # ------------------------------------------------------------------ following

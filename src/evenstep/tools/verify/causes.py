@@ -444,9 +444,9 @@ class Weights:
     """How the backward passes of all ranks make up two gradients.
 
     Attributes:
-        right: Of each pass, ranks after each other, its weight in the gradient of the run on fewer ranks.
+        right: By pass, rank after rank, its weight in the gradient of the run on fewer ranks.
         applied: Its weight in the gradient that the optimizer got.
-        unexplained: What of the first is no sum of the passes, relatively.
+        unexplained: The relative part of the first gradient that no sum of the passes explains.
     """
 
     right: list[float]
@@ -463,7 +463,7 @@ def find_weights(base: Run, run: Run, step: int) -> Weights | None:
     columns = [given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)]
     if target is None or applied is None or len(columns) > _MOST_PASSES:
         return None
-    # Of parameters that are divided no pass is known. Whether all of the gradient is wrong by one factor is seen still.
+    # No pass is known for divided parameters. A factor by which all of the gradient is wrong is seen still.
     columns = columns or [applied]
     if any(column.shape != target.shape for column in [applied, *columns]):
         return None

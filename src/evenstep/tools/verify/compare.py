@@ -47,11 +47,11 @@ class Difference:
     Attributes:
         step: From 1.
         kind: A value of `KINDS`, `SKIPPED` or `UNSEEDED`.
-        name: Of the tensor; "" for the loss.
+        name: The tensor's name; "" for the loss.
         deviation: Relative to the size of the tensor.
         rounding: What rounding explains, in the same measure.
         num_differing: Tensors of that kind that differ in that step; of `SKIPPED`: steps that were skipped before it.
-        num_compared: Of so many; of `SKIPPED`: steps that were skipped on the fewest ranks.
+        num_compared: How many there are; for `SKIPPED`: steps that were skipped on the fewest ranks.
         virtual_rank: In reproducible mode the first virtual rank that differs; None: none does, or there are none.
     """
 
@@ -90,7 +90,7 @@ def are_identical(base: Run, run: Run) -> bool:
         ours = base.ranks[0][step].digests
         if run.ranks[0][step].digests != ours:
             return False
-        # Of module buffers torch's wrapper makes the other ranks' equal only when they are used next.
+        # torch's wrapper makes module buffers of the other ranks equal only when they are used next.
         if any(
             seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")
         ):
@@ -229,7 +229,7 @@ def _first(
 
 
 def _apart(reference: Run, run: Run, step: int) -> dict[str, float]:
-    """Of each tensor of a step, and of the loss, how far a run lies from the reference: the root of the mean square."""
+    """How far each tensor of a step, and the loss, lies from the reference: the root of the mean square."""
     exact, values = reference.values(step), run.values(step)
     losses = torch.tensor([loss_of(run.at(step)), loss_of(reference.at(step))], dtype=torch.float64, device="cpu")
     apart = {"loss/": _size(_gap(losses[:1], losses[1:]))}

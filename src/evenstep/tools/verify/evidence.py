@@ -29,7 +29,7 @@ class Plan(launch.Plan):
         num_steps: After so many steps of an optimizer the script ends.
         world_size: Ranks of this run.
         in_double: Compute in float64.
-        batch_sizes: Of torch's loaders in the order in which they are made, (as the script passes it, instead of it).
+        batch_sizes: For torch's loaders, in the order in which they are made: (what the script passes, what they get).
         is_sharded: An earlier run has seen FSDP2.
         skipped: Calls of a GradScaler's `step`, counted from 0, that make none; in float64, what overflowed without.
         script: Path of the script, whose lines are named.
@@ -49,18 +49,18 @@ class Seen:
     """One step on one rank: everything up to and with one call of an optimizer's `step`.
 
     Attributes:
-        rows: Of each training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
+        rows: By training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
         loaded: A digest of each sample that the loaders have given since the step before.
         initial: The size of what the run began with, by some elements of it: of each parameter ("param/...") when its
             model was first called, and of the first input.
-        losses: Of each backward pass the value of its root, without the factor of a GradScaler, and the weight it was
+        losses: By backward pass, the value of its root, without the factor of a GradScaler, and the weight it was
             given (None: plain `backward`).
-        windows: Of each backward pass, how many reductions the step had before it: weights count within one window.
-        graphs: Of each backward pass, how often each kind of node is in its graph.
+        windows: By backward pass, how many reductions the step had before it: weights count within one window.
+        graphs: By backward pass, how often each kind of node is in its graph.
         modules: Names of the modules that ran, in order, of the first training forward.
-        digests: Of every "grad/...", "param/..." and "buffer/..." as it was for, and after, the optimizer.
-        virtual_ranks: Of each backward pass, the digests of what it added to gradients on this rank.
-        settings: Of each parameter group the numbers that the optimizer steps with.
+        digests: By "grad/...", "param/..." and "buffer/..."; gradients as the optimizer got them, others as it left them.
+        virtual_ranks: By backward pass, the digests of what it added to gradients on this rank.
+        settings: By parameter group, the numbers that the optimizer steps with.
         dropouts: State of the random stream when dropout would have drawn from it, of the first calls.
         draws: Whether a training forward drew random numbers besides.
         unsynced: Batch normalisations that used the statistics of this rank's share alone.
@@ -68,7 +68,7 @@ class Seen:
         means: Backward passes whose root was the mean of a loss function itself, divided by nothing.
         held_back: Whether gradients were held back for accumulation in one of the passes.
         has_hidden: Whether gradients were divided over the ranks and could not be read.
-        batch_sizes: Of torch's loaders so far, as the script passed it.
+        batch_sizes: What the script passed to torch's loaders so far.
         virtual_ranks_of_run: Virtual ranks of reproducible mode; 0: it is off.
         shares_with: Ranks that have parts of the same layers (tensor parallelism, pipelines), and so the same samples;
             empty: none, or only itself.
@@ -113,9 +113,9 @@ class Run:
     """One run of the script: what each rank saw, step by step.
 
     Attributes:
-        ranks: Of each rank its steps.
-        values: Of a step (from 0), rank 0's tensors, by the names of `Seen.digests`.
-        probes: Of a rank and a step, elements of the gradient: "applied" for the optimizer, "0", "1", ... what each
+        ranks: By rank, its steps.
+        values: For a step (from 0), rank 0's tensors, by the names of `Seen.digests`.
+        probes: For a rank and a step, elements of the gradient: "applied" for the optimizer, "0", "1", ... what each
             backward pass added on that rank.
     """
 
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """Of this run."""
+        """How many ranks this run had."""
         return len(self.ranks)
 
     @property
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def num_virtual_ranks(self) -> int:
-        """Of reproducible mode; 0: it is off."""
+        """How many virtual ranks reproducible mode had; 0: it is off."""
         return self.ranks[0][0].virtual_ranks_of_run if self.num_steps else 0
 
     @property
@@ -213,7 +213,7 @@ def probe(tensor: Tensor) -> Tensor:
 
 def _drawn(tensor: Tensor, most: int) -> Tensor:
     tensor = tensor.detach()
-    # Of complex numbers both parts: as a real number one would lose the imaginary one.
+    # Complex numbers give both parts: as a real number one would lose the imaginary one.
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     if flat.numel() > most:
         flat = flat[torch.arange(most, device=flat.device) * flat.numel() // most]

@@ -279,7 +279,7 @@ class Steps(Subscriber):
     def _probes(self) -> dict[str, Tensor]:
         """One vector for each backward pass, and one for what the optimizer got; zeros where there is no gradient."""
         names = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
-        # Of parameters that FSDP2 divides, a backward pass shows nothing: they aren't what it computes with.
+        # A backward pass shows nothing of parameters that FSDP2 divides: it computes with others.
         passes = {str(index): given for index, given in enumerate(self._passes) if given}
         if self._applied:
             passes["applied"] = self._applied
@@ -296,7 +296,7 @@ def _stream() -> str:
 
 
 def _virtual_ranks() -> int:
-    """Of reproducible mode; 0: it is off."""
+    """How many virtual ranks reproducible mode has; 0: it is off."""
     virtual_ranks = getattr(worlds.initialised(), "virtual_ranks", None)
     return int(getattr(virtual_ranks, "num_virtual_ranks", 0))
 

@@ -37,7 +37,7 @@ def verify_ranks(
     """Run a script on several numbers of ranks, compare them step by step, and say what differs and why.
 
     Args:
-        script: Of the user's; runs unchanged, and ends after `num_steps` steps of an optimizer.
+        script: The user's script; runs unchanged, and ends after `num_steps` steps of an optimizer.
         arguments: Its own.
         ranks: Numbers of ranks; the others are compared with the smallest.
         num_steps: To compare.
@@ -200,7 +200,7 @@ def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tupl
     Args:
         seen: Batch sizes of one rank in the run on the most ranks.
         seen_on: How many these were.
-        num_ranks: Of the run to come.
+        num_ranks: How many the run to come has.
     """
     if any(size * seen_on % num_ranks for size in seen):
         return None

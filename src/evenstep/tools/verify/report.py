@@ -68,9 +68,9 @@ class Report:
         script: Its path.
         num_steps: That were compared.
         base: Ranks of the run that the others are compared with.
-        num_virtual_ranks: Of reproducible mode; 0: it is off.
+        num_virtual_ranks: Those of reproducible mode; 0: it is off.
         verdicts: One for each other number of ranks.
-        faults: Of the run that the others are compared with.
+        faults: Those in the run that the others are compared with.
     """
 
     script: str

@@ -29,7 +29,7 @@ def verify_resume(
     """Whether a script that is killed and started again ends as if it had been left alone, bit for bit.
 
     Args:
-        script: Of the user's, with a `Checkpointer`; started with `evenstep run`.
+        script: The user's script, with a `Checkpointer`; started with `evenstep run`.
         arguments: Its own.
         num_ranks: On how many.
         kill_at: The step in which all ranks are killed; None: two thirds through. The checkpoint is that of a few

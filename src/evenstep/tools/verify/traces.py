@@ -22,7 +22,7 @@ class Step:
 
 
 def read_trace(path: Path) -> dict[int, Step]:
-    """A rank's steps. Of a step that is there twice, before a kill and after a resume, the later counts."""
+    """A rank's steps. If a step is there twice, before a kill and after a resume, the later one counts."""
     steps = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -37,7 +37,7 @@ def first_difference(straight: Sequence[Mapping[int, Step]], resumed: Sequence[M
     """Where the resumed run left the undisturbed one, in words; None if it never did.
 
     Args:
-        straight: Of each rank, the steps of the run that was left alone.
+        straight: By rank, the steps of the run that was left alone.
         resumed: The same of the steps after the resume.
     """
     for step in sorted({step for trace in resumed for step in trace}):

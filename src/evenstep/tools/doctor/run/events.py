@@ -117,7 +117,7 @@ class Evidence:
     """What the ranks of a run have written.
 
     Attributes:
-        ranks: Of each rank its events, in order.
+        ranks: By rank, its events, in order.
         hang: Why the run was ended; None if it wasn't for that.
         is_late: The run was ended because its time was over.
         status: Exit status of the launcher.

@@ -18,7 +18,7 @@ def find_hang(ranks: Sequence[Sequence[Event]], now_s: float) -> Hang | None:
     """Who waits for whom for ever; None as long as it may still go on.
 
     Args:
-        ranks: Of each rank its events so far.
+        ranks: By rank, its events so far.
         now_s: The time, on the clock of the events.
     """
     waiting = {rank: call for rank, events in enumerate(ranks) if (call := open_call(events)) is not None}
@@ -76,7 +76,7 @@ def idle_place(ranks: Sequence[Sequence[Event]]) -> Place | None:
 
 
 def median_step_s(ranks: Sequence[Sequence[Event]]) -> float:
-    """Of rank 0; 0.0 before two steps were made."""
+    """The median of rank 0's steps; 0.0 before two steps were made."""
     times = [event.time_s for event in (ranks[0] if ranks else []) if event.kind == "stepped"]
     return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 

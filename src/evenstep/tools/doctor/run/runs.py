@@ -36,7 +36,7 @@ def watch(
     """Run a script on some ranks and return what they did.
 
     Args:
-        script: Of the user's; runs unchanged, and what it saves is kept apart.
+        script: The user's script; runs unchanged, and what it saves is kept apart.
         arguments: Its own.
         ranks: How many.
         num_steps: Optimizer steps that are looked at; then the script is hurried to its end.

@@ -33,7 +33,7 @@ def row_digests(batch: Any) -> list[str]:
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """Of a loader, as far as it has them."""
+    """A loader's batch size, order and other facts, as far as it has them."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
     is_stream = isinstance(dataset, IterableDataset)

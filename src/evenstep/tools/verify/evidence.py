@@ -58,7 +58,7 @@ class Seen:
         windows: By backward pass, how many reductions the step had before it: weights count within one window.
         graphs: By backward pass, how often each kind of node is in its graph.
         modules: Names of the modules that ran, in order, of the first training forward.
-        digests: By "grad/...", "param/..." and "buffer/..."; gradients as the optimizer got them, others as it left them.
+        digests: By "grad/...", "param/..." and "buffer/..."; gradients as the optimizer got them, others as left by it.
         virtual_ranks: By backward pass, the digests of what it added to gradients on this rank.
         settings: By parameter group, the numbers that the optimizer steps with.
         dropouts: State of the random stream when dropout would have drawn from it, of the first calls.

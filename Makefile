@@ -76,7 +76,7 @@ $(RUN) tests.procs.transport.test_stress 100000
 $(RUN) tests.faults.test_interrupts 1000
 endef
 define stress_checkpoint
-EVENSTEP_TEST_FLIPS=1000 $(RUN) pytest -q -k flipped tests/unit/checkpoint/test_checkpointer.py
+EVENSTEP_TEST_FLIPS=1000 $(RUN) pytest -q --timeout=0 -k flipped tests/unit/checkpoint/test_checkpointer.py
 endef
 define stress_kills
 $(RUN) tests.faults.kill_loop --kills 200

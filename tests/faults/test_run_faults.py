@@ -70,8 +70,9 @@ def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_w
     assert code == 72
     assert "Traceback" not in command.stderr
     verdict = command.stderr.splitlines()[-1]
-    assert verdict.startswith("evenstep: rank 1 (pid ")
-    assert ") had ended with status 0 while rank 0 still waited: its loop was shorter" in verdict
+    # A process may take a while to end behind its group.
+    ended = r"evenstep: rank 1 \(pid \d+\) had (ended with status 0|left its process group) while rank 0 still waited: "
+    assert re.match(ended + "its loop was shorter", verdict)
     assert " early, after 4 steps. Rank 0 waited at script.py, line 8. Give all ranks" in verdict
     assert "must not be inside an `if`" in verdict, "a call on rank 0 alone looks like this, too"
 
@@ -373,7 +374,7 @@ TRAINS = """
         pytest.param(
             "exit:rank=0,step=3,phase=forward",
             72,
-            r"rank 0 .* had ended with status 0 .* early(, after 3 steps.*)?\. ",
+            r"rank 0 .* had (ended with status 0|left its process group) .* early(, after 3 steps.*)?\. ",
             marks=pytest.mark.extended,
         ),
         pytest.param(

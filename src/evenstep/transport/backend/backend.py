@@ -84,7 +84,6 @@ class EvenstepGroup(GroupCalls):
         global_ranks: The ranks' numbers in the default group; empty for that one.
         shared: Carries CPU tensors; the group then owns it. None: the ranks connect.
         nccl_options: The script's `pg_options`, if they are for NCCL.
-        is_split: The group was made by `split_group` of another group.
 
     Attributes:
         why_gloo: The reason why there is no shared memory and Gloo carries everything; None if there is shared memory.
@@ -101,7 +100,6 @@ class EvenstepGroup(GroupCalls):
         global_ranks: list[int],
         shared: SharedMemoryTransport | None = None,
         nccl_options: Any = None,
-        is_split: bool = False,
     ) -> None:
         has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
         super().__init__(rank, size, inner=ProcessGroup(store, rank, size), has_nccl=has_nccl)
@@ -109,7 +107,6 @@ class EvenstepGroup(GroupCalls):
         self._timeout = timeout
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
-        self._is_split = is_split
         # Numbered: torch gives a new group the name of a destroyed one, whose addresses are still in the store.
         self._gloo_prefix = f"gloo {store.add(f'groups of rank {rank}', 1)}/"
         self._gloo: ProcessGroupGloo | None = None
@@ -132,11 +129,12 @@ class EvenstepGroup(GroupCalls):
 
         Args:
             collective: The call. The ranks compare it first, because Gloo would wait for a rank that makes another one.
+                "": the group is being made.
             timeout_s: The call's own deadline; None: the group's.
         """
         if self._gloo is not None:
             return
-        if isinstance(self._shared, SharedMemoryTransport):
+        if collective and isinstance(self._shared, SharedMemoryTransport):
             with outside_transforms():
                 self._shared.compare_call(collective).wait(timeout_s)
         store, rank, size = PrefixStore(self._gloo_prefix, self._store), self.rank(), self.size()
@@ -185,13 +183,10 @@ class EvenstepGroup(GroupCalls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors the group carries. If torch doesn't visit backends, the CPU is one even without a Gloo.
-
-        For a split group torch uses the CPU's backend in any case, on all of its ranks.
-        """
+        """Devices whose tensors the group carries: once torch has made it, the CPU even without a Gloo."""
         registered: list[torch.device] = super()._device_types
         cpu = torch.device("cpu")
-        return registered if cpu in registered or not (self._is_split or is_made(self)) else [cpu, *registered]
+        return registered if cpu in registered or not is_made(self) else [cpu, *registered]
 
     def getBackendName(self) -> str:
         """The backend's name, which `name()` returns too."""
@@ -274,10 +269,11 @@ class EvenstepGroup(GroupCalls):
             name=name,
             global_ranks=[self._global_ranks[rank] for rank in new_ranks] if self._global_ranks else new_ranks,
             nccl_options=opts,
-            is_split=True,
         )
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
+        # torch uses the CPU's backend before it has finished making the group.
+        group._need_gloo("")
         return group
 
     def shutdown(self) -> None:
@@ -348,5 +344,5 @@ class CpuBackend:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("supports_"):
-            return False
+            return name == "supports_splitting"  # asked by torch before it calls `EvenstepGroup.split_group`
         return getattr(self._group._gloo, name)

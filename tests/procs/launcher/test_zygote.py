@@ -93,6 +93,26 @@ def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
     assert len(set(draws)) == len(draws), "generators that nobody has seeded differ between ranks"
 
 
+DRAWS_IN_COPIES = """
+import os, numpy.random, torch
+from evenstep.launcher.spawn.zygote import become_fresh
+for _ in range(2):
+    if os.fork() == 0:
+        become_fresh(dict(os.environ), [])
+        print(numpy.random.rand(), torch.initial_seed(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_copies_draw_other_numbers_also_if_the_template_has_numpys_generator() -> None:
+    """As it has from the second attempt on: torch._dynamo imports it."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}  # a template has one thread
+    command = [sys.executable, "-c", DRAWS_IN_COPIES]
+    made = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert len(set(made.stdout.split())) == 4, made.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "files", "words"),
     [

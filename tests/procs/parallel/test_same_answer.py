@@ -522,6 +522,12 @@ def other_mesh(world):
     evenstep.attach(fully_shard(nn.Linear(2, 2), mesh=world.mesh["tensor"]))
 
 
+def layers_over_data_ranks(world):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    evenstep.attach(parallelize_module(nn.Linear(2, 2), world.mesh["shard"], ColwiseParallel()))
+
+
 def other_stage(world):
     evenstep.parallelize(nn.Linear(2 + (world.rank == 3), 2), world)
 
@@ -551,6 +557,7 @@ SHARD, TENSOR, STAGES = {"shard": 2}, {"tensor": 2}, {"pipeline": 2, "shard": 2}
         (other_stage, STAGES, "MismatchError", "the ranks don't have the same model: parameter 'weight' has shape"),
         (other_blocks, STAGES, "MismatchError", "the number of blocks is 0 on rank 0 and 2 on rank 1"),
         (other_mesh, TENSOR, "ConfigurationError", "fully_shard has divided 'weight' over ranks [0, 1]"),
+        (layers_over_data_ranks, SHARD, "ConfigurationError", "different samples, and fully_shard doesn't manage it"),
     ],
 )
 def test_a_mistake_is_one_error_on_all_ranks(ranks, make, mesh, kind, told):

@@ -208,8 +208,9 @@ def test_the_metric_of_a_failed_save_is_not_the_best(tmp_path: Path):
     run.checkpoint.wait()
     disk.first_failing = None
     run.checkpoint.step(loss=0.3)
-    run.checkpoint.close()
+    run.checkpoint.wait()
     assert steps(tmp_path) == [2, 4], "0.3 is better than any checkpoint that is there"
+    run.checkpoint.close()
 
 
 # ---------------------------------------------------------------------- damage

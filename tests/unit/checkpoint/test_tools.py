@@ -12,6 +12,7 @@ import torch
 from evenstep import World
 from evenstep.checkpoint import exchange, tools
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.cli.main import main
 
 
 class Notes:
@@ -77,3 +78,14 @@ def test_whatever_stands_at_one_place_is_compared(tmp_path: Path, ours, theirs, 
     lines = tools.difference_lines(*paths, None, None)
     found = [line for line in lines if line.startswith("notes['it']:")]
     assert found == ([] if told is None else [f"notes['it']: {told}"])
+
+
+def test_two_steps_of_one_run_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    notes = Notes({"it": 1})
+    checkpoint = Checkpointer(tmp_path, world=World.alone(device="cpu"), every_minutes=None, notes=notes)
+    checkpoint.save()
+    checkpoint.step()
+    notes.state = {"it": 2}
+    checkpoint.close()
+    status = main(["checkpoint", "diff", "--step", "0", "--second-step", "1", str(tmp_path), str(tmp_path)])
+    assert (status, "notes['it']: 1 and 2" in capsys.readouterr().out) == (1, True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
+from evenstep.checkpoint.format.plan import Policy
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
-from evenstep.parameter_servers.checkpoint import loader_state, queue_state
+from evenstep.parameter_servers.checkpoint import Checkpoints, loader_state, queue_state
 from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
 
 
@@ -234,6 +237,12 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
     assert all_samples == before[:first] + after
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize(("since_s", "version", "is_due"), [(50, 1, False), (70, 1, True), (70, 0, False)])
+def test_a_save_by_time_is_due_after_so_many_minutes_if_there_was_an_update(since_s: int, version: int, is_due: bool):
+    saved: Any = SimpleNamespace(_last=0, _saved_at=time.monotonic() - since_s, _policy=Policy(every_minutes=1.0))
+    assert Checkpoints.is_due(saved, version) is is_due
 
 
 def plain_run(folder: Path, num_epochs: int) -> tuple[dict[str, Tensor], list[int]]:

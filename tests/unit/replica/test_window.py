@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.gradients.exchange.header import Header
-from evenstep.replica.gradients.exchange.weights import nearest_power_of_two
+from evenstep.replica.gradients.exchange.weights import AgreedScale, nearest_power_of_two
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Kind, Window, as_multiplied, validate_weight
+from evenstep.transport.local import LocalTransport
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,14 @@ def test_the_scale_is_a_power_of_two_near_the_total(total):
     scale = nearest_power_of_two(total)
     assert math.frexp(scale)[0] == 0.5
     assert 0.7 < total / scale < 1.42
+
+
+def test_a_scale_that_is_agreed_on_in_the_middle_of_a_window_holds_from_the_next_one():
+    scale = AgreedScale(LocalTransport(), CPU, lambda by: None, is_needed=False, is_one=False)
+    found = [scale.agree(1000.0, opens_window=is_first, is_urgent=not is_first) for is_first in (True, False)]
+    scale.end_window(Kind.WEIGHTED)
+    found.append(scale.agree(1000.0, opens_window=True, is_urgent=True))
+    assert found == [1.0, 1.0, 1024.0]
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])

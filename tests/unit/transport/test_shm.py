@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.errors import ConfigurationError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.host.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
@@ -29,6 +33,9 @@ from evenstep.transport.shm.segment import (
 )
 from evenstep.transport.shm.sync import (
     SEMAPHORE_BYTES,
+    ProgressCounters,
+    Waiting,
+    WaitPolicy,
     doorbell,
     lane_semaphores,
     num_semaphores,
@@ -161,3 +168,23 @@ def test_a_process_of_the_same_pid_but_another_start_is_another():
     assert watch.pid(0) == os.getpid()
     assert PeerWatch([type(me)(me.pid, me.start_ticks + 1)]).is_gone(0)
     assert PeerWatch([type(me)(1 << 22, 5)]).is_gone(0)
+
+
+@pytest.mark.parametrize(
+    ("phases", "gives_up"),
+    [
+        ((Phase.FORWARD, Phase.FORWARD), True),
+        ((Phase.FORWARD, Phase.EVALUATING), True),
+        ((Phase.EVALUATING, Phase.SAVING), False),
+    ],
+)
+def test_a_rank_in_a_long_phase_earns_no_time_for_one_that_hangs(phases: tuple[Phase, Phase], gives_up: bool):
+    """After 100 s of the 60 s that a step may take, and the 360 s of an evaluation or a save."""
+    pages = [Heartbeat(each, phase, 3, 1, False, 0) for each, phase in enumerate(phases, start=1)]
+    watch = SimpleNamespace(
+        seen=lambda rank: pages[rank - 1], pid=id, is_gone=lambda _: False, is_stopped=lambda _: False
+    )
+    policy = WaitPolicy(timeout_s=60.0)
+    counters = ProgressCounters(0, rank=0, watch=watch, policy=policy, has_left=lambda _: False, known_as=range(3))
+    with pytest.raises(CollectiveTimeoutError) if gives_up else contextlib.nullcontext():
+        counters.check(Waiting(time.monotonic() - 100), [1, 2], lambda: "a call", lambda: [1, 2])

@@ -433,7 +433,7 @@ def handled_signals(names: str) -> list[signal.Signals]:
     Raises:
         ConfigurationError: A name is unknown, or the signal can't be handled.
     """
-    chosen = []
+    chosen: list[signal.Signals] = []
     for name in filter(None, (name.strip() for name in names.split(","))):
         found = getattr(signal, name, None)
         if not isinstance(found, signal.Signals) or found in (signal.SIGKILL, signal.SIGSTOP):

@@ -446,6 +446,7 @@ def _disown() -> None:
     world = worlds.initialised()
     if world is not None:
         world.is_closed = True
+        world.store = None  # else an exchange in the child would count as one of the rank's, and wait for the others
         world._at_end.clear()
 
 

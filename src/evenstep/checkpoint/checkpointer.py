@@ -33,6 +33,7 @@ from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.users_code import warn
+from evenstep.transport.core.validation import forked_error
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
@@ -135,6 +136,7 @@ class Checkpointer:
         self._objects = objects
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
+        self._pid = os.getpid()
         self.num_steps = 0
         self._num_apart = 0  # steps since `num_steps` was last increased: may be more than one with LocalSGD
         self._tier: LocalTier | None = None
@@ -336,6 +338,7 @@ class Checkpointer:
         Raises:
             CheckpointError: The save has failed.
         """
+        self._refuse_in_child()
         self._finish()
 
     def close(self) -> None:
@@ -345,11 +348,13 @@ class Checkpointer:
         calls it. Rank 0 waits for the parts that the other ranks write, and they wait for the checkpoint that rank 0
         makes of the parts. If another rank has failed this is printed, and that rank's own error ends the run.
 
+        Does nothing in a process that was forked from the rank.
+
         Raises:
             CheckpointError: This rank knows that the last save has failed; also with `on_save_error="continue"`.
             UsageError: The metric named by `best` was never given, despite a warning. Everything is saved.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_in_child:
             return
         self._is_closed = True
         try:
@@ -412,6 +417,11 @@ class Checkpointer:
     @property
     def _where(self) -> str:
         return self._directory.storage.where
+
+    @property
+    def _is_in_child(self) -> bool:
+        """Whether this process was forked from the rank: it has the rank's lock and folder names, and must not save."""
+        return os.getpid() != self._pid
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "saving" if self._saver.writer.is_busy else "idle"
@@ -528,7 +538,12 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ the directory
 
+    def _refuse_in_child(self) -> None:
+        if self._is_in_child:
+            raise forked_error(self.world.rank)
+
     def _agree(self, method: str, validate: Callable[[], dict[str, Any]]) -> None:
+        self._refuse_in_child()
         validate_on_all_ranks(self.world, f"Checkpointer.{method}", validate)
 
     def _open(self) -> None:
@@ -551,6 +566,7 @@ class Checkpointer:
 
         The first call decides which of its content counts.
         """
+        self._refuse_in_child()
         self._open()
         self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older one in the middle of a run
         _validate_local(self._objects)
@@ -609,7 +625,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ the end
 
     def _world_ended(self, error: BaseException | None) -> None:
-        if ended_well(error):
+        if ended_well(error) or self._is_in_child:
             self.close()
             return
         was_closed, self._is_closed = self._is_closed, True

@@ -180,4 +180,7 @@ def _with_numbers(state: Any) -> Any:
         numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
         renamed = [{**group, "params": [numbers[name] for name in group.get("params", [])]} for group in groups]
         return {**state, "state": numbered, "param_groups": renamed}
-    return {**state, "state": {int(key) if str(key).isdigit() else key: value for key, value in state["state"].items()}}
+    return {
+        **state,
+        "state": {int(key) if str(key).isdecimal() else key: value for key, value in state["state"].items()},
+    }

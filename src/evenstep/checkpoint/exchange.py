@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep import checks
 from evenstep.checkpoint import dcp
 from evenstep.checkpoint.directory import RunDirectory, checkpoints_in, read_manifest
 from evenstep.checkpoint.format import manifest as manifests
@@ -28,7 +29,7 @@ from evenstep.checkpoint.load.reader import read_objects
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import capture_one
 from evenstep.checkpoint.store import Storage, storage_at
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
 _SUFFIX = ".safetensors"
@@ -242,12 +243,16 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     storage, world = storage_at(path), World.alone(device="cpu")
     if checkpoints_in(storage):
         raise CheckpointError(f"{path} has checkpoints already; pass a new directory.")
-    number = step if step is not None else found if isinstance(found, int) else 0
+    if step is None and found is not None:
+        try:
+            step = checks.whole("its step", found, least=0)
+        except ConfigurationError as error:
+            raise CheckpointError(f"{source}: {error} Pass --step.") from None
     directory = RunDirectory(storage, world, Policy())
     saver = Saver(storage, world, objects, directory.commit)
     saver.open(directory.open())
     try:
-        saver.start(number, {})
+        saver.start(step or 0, {})
         failure = saver.finish()
     finally:
         directory.close()

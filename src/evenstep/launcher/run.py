@@ -37,6 +37,7 @@ from evenstep.launcher.options.flags import (
     Nodes,
     behind_the_script,
     for_workers,
+    handled_signals,
     num_nodes,
     parse,
     placed_by,
@@ -236,8 +237,7 @@ def _stopped_by(names: str) -> Iterator[None]:
     Args:
         names: Names of the signals, separated by commas.
     """
-    found = [getattr(signal, name.strip(), None) for name in names.split(",")]
-    chosen = [which for which in found if isinstance(which, signal.Signals) and not stays_ignored(which)]
+    chosen = [which for which in handled_signals(names) if not stays_ignored(which)]
     is_asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:

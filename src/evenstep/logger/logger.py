@@ -244,7 +244,7 @@ def _number(what: str, name: str, value: Any) -> float:
         if isinstance(value, str | bytes | Tensor):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ConfigurationError(f"{what}: {name!r} is {kind}; it takes numbers, and tensors of one element.") from None
 

@@ -51,6 +51,47 @@ def test_on_as_many_ranks_every_rank_goes_on_bit_for_bit(ranks, nproc, tmp_path)
     assert len({tuple(losses) for _, losses, _ in straight}) == nproc, "the ranks had streams of their own"
 
 
+def fork_and_save(directory: Path) -> tuple[list[str], list[str], dict[int, str]]:
+    """(What a forked child is told, the checkpoints that it leaves behind, those at the end)."""
+    world = evenstep.init(quiet=True)
+    run = Training(directory, world, every_minutes=None)
+    run.run_to(2)
+    run.checkpoint.save()
+    run.run_to(3)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = []
+        try:
+            for call in (run.checkpoint.save, run.checkpoint.step, run.checkpoint.wait, lambda: world.exchange(0)):
+                try:
+                    call()
+                except UsageError as error:
+                    said.append(str(error))
+            with run.checkpoint:
+                pass
+        finally:
+            os.write(writer, "\n".join(said).encode())
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    said = os.read(reader, 1000).decode().split("\n")
+    os.close(reader)
+    between = list(checkpoints_in(LocalDirectory(directory)).values())
+    run.checkpoint.close()
+    return said, between, checkpoints_in(LocalDirectory(directory))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_forked_child_saves_nothing_and_waits_for_nobody(ranks, nproc, tmp_path):
+    """It has the lock of its parent, and would write to the same folders."""
+    for rank, (said, between, at_the_end) in enumerate(ranks.run(fork_and_save, nproc, tmp_path)):
+        refused = f"this process was forked from rank {rank}; only ranks can call collectives."
+        assert said == [refused] * (3 if nproc == 1 else 4)  # a world of one exchanges nothing
+        assert len(between) == 1
+        assert list(at_the_end) == [2, 3]
+
+
 def test_2_3_1_4_ranks_in_turn_see_the_samples_of_one_undisturbed_run(ranks, tmp_path):
     options = {"plain": True}
     (expected, _, expected_seen), *_ = ranks.run(train, 1, tmp_path / "one", 20, False, options)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import HashStore
 
 import evenstep
 from evenstep import World
@@ -24,6 +25,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.lock import read_top
+from evenstep.checkpoint.save.writer import Job, Writer
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
@@ -195,6 +197,14 @@ def test_a_save_that_fails_is_an_error_or_a_line(tmp_path: Path, capsys: pytest.
     run.run_to(6)  # a script that catches the error may go on
     run.checkpoint.close()
     assert steps(tmp_path) == [2, 6]
+
+
+def test_a_rank_that_dies_is_not_waited_for_until_the_deadline(tmp_path: Path):
+    """The loop of a rank that waits for a save doesn't see that another rank of the host has died."""
+    writer = Writer(LocalDirectory(tmp_path), HashStore(), rank=0, world_size=2, timeout_s=600)
+    writer.pids = {0: os.getpid(), 1: 1 << 30}  # larger than any process's
+    writer.start(Job("folder", "run-1", [], {}, commit=lambda receipts: None))
+    assert str(writer.finish()) == "rank 1 ended before its part was written"
 
 
 def test_the_metric_of_a_failed_save_is_not_the_best(tmp_path: Path):

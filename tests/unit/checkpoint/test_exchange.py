@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,25 @@ def test_what_torch_has_written_is_read(tmp_path: Path, fresh_seed: int):
     torch_dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     found = read(str(tmp_path / "dcp"))
     assert is_same(found, state)
+
+
+@pytest.mark.parametrize(
+    ("step", "folder"),
+    [
+        (torch.tensor(500), "step-0000500-00001-1"),
+        (7.5, "its step=7.5; a whole number, at least 0. Pass --step"),
+        (True, "its step=True; a whole"),
+        (-1, "its step=-1; a whole"),
+    ],
+)
+def test_the_step_of_a_file_is_that_of_the_checkpoint_or_an_error(tmp_path: Path, step: Any, folder: str):
+    """It was 0, where a file had the number as a tensor."""
+    torch.save({"model": {"a": torch.zeros(2)}, "step": step}, tmp_path / "file.pt")
+    try:
+        said = import_file(str(tmp_path / "file.pt"), str(tmp_path / "run"), None, None)
+    except CheckpointError as error:
+        said = str(error)
+    assert folder in said
 
 
 def test_parameters_by_name_are_numbered_as_the_optimizer_has_them(run, tmp_path: Path):

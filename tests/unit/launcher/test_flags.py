@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous, OneNodeRe
 from evenstep.launcher.options.flags import (
     behind_the_script,
     for_workers,
+    handled_signals,
     plan_nodes,
 )
 from evenstep.launcher.options.flags import parse as parse_line
@@ -109,12 +111,31 @@ def test_where_the_nodes_of_a_run_meet(flags: str, meets: type | None, where: ob
         ("--standalone --nnodes 2", "--standalone means one host, but --nnodes 2 means more"),
         ("--nnodes 1:2 --master-addr a", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
         *((f"--nnodes={number}", "--nnodes") for number in ("0", "x", "2:1", "1:2:3", "-1")),
-        *((f"--rdzv-endpoint {endpoint}", "HOST:PORT") for endpoint in ("localhost", "a:", ":29500", "a:x")),
+        *(
+            (f"--rdzv-endpoint {endpoint}", "HOST:PORT")
+            for endpoint in ("localhost", "a:", ":29500", "a:x", "a:²", "a:99999")
+        ),
     ],
 )
 def test_nodes_that_could_never_meet(flags: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan_nodes(parse(*flags.split(), "train.py"))
+
+
+@pytest.mark.parametrize("names", ["SIGKILL", "SIGTERM,SIGSTOP", "SIGTREM", "SIG_DFL", "15"])
+def test_signals_that_nothing_can_handle_are_refused(names: str) -> None:
+    with pytest.raises(ConfigurationError, match="no signal that can be handled"):
+        parse("--signals-to-handle", names, "train.py")
+
+
+def test_handled_signals() -> None:
+    assert handled_signals(" SIGTERM , SIGINT,") == [signal.SIGTERM, signal.SIGINT]
+    assert handled_signals("") == []
+
+
+def test_an_interval_that_no_clock_measures_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--monitor-interval=1e\\+300; a number, greater than 0 and at most"):
+        parse("--monitor-interval", "1e300", "train.py")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_more_ranks_than_are_of_use_are_remarked_on() -> None:
         ("two", LAPTOP, {}, "use auto, cpu, gpu or a number"),
         ("gpu", LAPTOP, {}, "no GPU"),
         ("2", LAPTOP, {"threads_per_rank": 0}, "0 threads per rank"),
+        ("2", LAPTOP, {"threads_per_rank": 10**11}, "^100000000000 threads per rank: at most 1024 on a node of"),
+        ("2", LAPTOP, {"openmp_threads": 10**11}, "OMP_NUM_THREADS.: at most 1024"),
         ("2", LAPTOP, {"device": "cuda"}, "2 ranks on this node, but it has no GPU"),
         ("9", GPUS, {"device": "cuda"}, "9 ranks on this node, but it has 8 GPUs"),
         ("2", GPUS, {"device": "tpu"}, "a device"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch
 import evenstep
 from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
 from evenstep.launcher.spawn import script_runner
-from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, register_stacks
+from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, open_far, register_stacks
 
 TORCH = Path(torch.__file__).parent
 LAUNCHER = Path(evenstep.__file__).parent / "launcher" / "spawn" / "script_runner.py"
@@ -111,3 +112,24 @@ def test_a_rank_writes_the_stack_of_its_main_thread_alone(
             faulthandler.unregister(STACK_SIGNAL)
     (main,) = parse_stacks((tmp_path / "stacks").read_text())
     assert any(frame.function.startswith("test_a_rank_writes") for frame in main)
+
+
+@pytest.mark.parametrize("limit", [None, 128])
+def test_stacks_never_end_up_in_a_file_of_the_script(tmp_path: Path, limit: int | None) -> None:
+    """A script that closes all low descriptors opens its own files under their numbers."""
+    (tmp_path / "stacks").touch()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        far, near = open_far(str(tmp_path / "stacks")), os.open(tmp_path / "own", os.O_WRONLY | os.O_CREAT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        assert far >= (limit or min(before[0], 1024)) - 16 > near
+        assert not os.get_inheritable(far)
+        os.write(far, b"here")
+    finally:
+        os.close(far)
+        os.close(near)
+    assert (tmp_path / "stacks").read_text() == "here"

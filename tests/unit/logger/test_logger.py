@@ -186,6 +186,7 @@ def test_arguments(world: World, tmp_path: Path, arguments: dict[str, Any], mess
     [
         ({"loss": "0.5"}, 0, "'loss' is '0.5'"),
         ({"loss": torch.zeros(2)}, 0, "'loss' is a tensor of shape [2]"),
+        ({"loss": 10**400}, 0, "'loss' is 1000"),
         ({"step": 1.0}, 0, "the name 'step'"),
         ({3: 1.0}, 0, "the name 3"),
         ([("loss", 1.0)], 0, "a list; it takes a dictionary"),

@@ -119,7 +119,7 @@ def _optimizer_differences(name: str, saved: ObjectEntry, groups: Any, target: A
     for key, tensor in saved.tensors.items():
         first, _, rest = key.partition(".")
         index, _, what = rest.partition(".")
-        if first in ("state", ROWS) and index.isdigit() and what in _LIKE_PARAMETER and int(index) < len(parameters):
+        if first in ("state", ROWS) and index.isdecimal() and what in _LIKE_PARAMETER and int(index) < len(parameters):
             shape = tuple(parameters[int(index)].shape)
             was = tensor.shape[1:] if first == ROWS else tensor.shape
             if shape != was:

@@ -135,7 +135,7 @@ def _parameters_in(saved: ObjectEntry, prefix: str, optimizer: Any) -> Iterator[
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, entry in saved.tensors.items():
         index = name.removeprefix(prefix).partition(".")[0]
-        if name.startswith(prefix) and index.isdigit() and int(index) < len(parameters) and entry.shape:
+        if name.startswith(prefix) and index.isdecimal() and int(index) < len(parameters) and entry.shape:
             yield name, entry.shape, parameters[int(index)]
 
 

@@ -303,7 +303,7 @@ class Writer:
             now = time.monotonic()
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now
-            if leaving_since is not None and rank in self.pids:
+            if rank in self.pids:  # the loop waits for this thread, and so doesn't notice that a rank has died
                 has_ended = not is_running(self.pids[rank])  # then check once more for its post
             if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
                 raise CheckpointError(f"rank {rank} had not written its part after {now - began:.1f} s")

@@ -264,7 +264,7 @@ def attempts() -> dict[str, int]:
         ("run", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ):
         name, restarts = os.environ.get(number, ""), os.environ.get(count, "0")
-        if name not in ("", "none") and restarts.isdigit():  # torchrun names runs without an id "none"
+        if name not in ("", "none") and restarts.isdecimal():  # torchrun names runs without an id "none"
             found[f"{what} {name}"] = int(restarts)
     return found
 
@@ -278,7 +278,7 @@ def num_servers() -> int:
     global _has_roles
     _has_roles = True
     text = os.environ.get(_SERVERS, "").strip() or "0"
-    return checks.whole(_SERVERS, int(text) if text.isdigit() else text, least=0)
+    return checks.whole(_SERVERS, int(text) if text.isdecimal() else text, least=0)
 
 
 def lacks_servers() -> bool:
@@ -317,7 +317,7 @@ def run_secret() -> bytes:
 def openmp_threads() -> int | None:
     """The value of `OMP_NUM_THREADS`; None when unset or not positive."""
     text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def meeting_point() -> dict[str, str]:

@@ -15,7 +15,7 @@ from evenstep.ground.environment.hosts import hosts_of_node_file
 from evenstep.ground.environment.launchers import Claim, Surroundings, recognise
 from evenstep.ground.environment.placement import Placement
 from evenstep.ground.environment.run_settings import Settings
-from evenstep.ground.environment.values import REMEDY, first_set, integer, shown
+from evenstep.ground.environment.values import REMEDY, first_set, integer, master_port, shown
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
@@ -123,7 +123,7 @@ def _from_torchrun(variables: Mapping[str, str], settings: Settings) -> Placemen
         launcher={"run": "evenstep run", "launch": "evenstep.launch"}.get(settings.launcher, "torchrun"),
         rendezvous_file=None if store is None else Path(store),
         master_address=variables.get("MASTER_ADDR"),
-        master_port=integer(variables, "MASTER_PORT", default=0) or None,
+        master_port=master_port(variables, default=0) or None,
         restart_count=restart_count,
         rendezvous_id=settings.rendezvous,
         pages=tuple(settings.pages),
@@ -137,7 +137,7 @@ def _from_claim(claim: Claim, variables: Mapping[str, str], settings: Settings) 
     address, port = claim.address, port_of_job(claim.job)
     if claim.world_size > 1:
         address = variables.get("MASTER_ADDR") or address
-        port = integer(variables, "MASTER_PORT", default=port)
+        port = master_port(variables, default=port)
         if address is None:
             raise ConfigurationError(
                 f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several nodes, and the address of "

@@ -39,7 +39,7 @@ class RankProcess:
     def parse(cls, text: str) -> RankProcess | None:
         """Parse the text of `str`; None if it is malformed."""
         *numbers, identity = text.split(" ")
-        if len(numbers) != 4 or not all(number.isdigit() for number in numbers) or not identity:
+        if len(numbers) != 4 or not all(number.isdecimal() for number in numbers) or not identity:
             return None
         pid, start_ticks, rank, world_size = map(int, numbers)
         return cls(pid, start_ticks, rank, world_size, identity)

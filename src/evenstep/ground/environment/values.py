@@ -29,6 +29,18 @@ def integer(variables: Mapping[str, str], name: str, default: int | None = None)
         raise ConfigurationError(f"{name}={text!r} is not a whole number. {REMEDY}") from None
 
 
+def master_port(variables: Mapping[str, str], default: int) -> int:
+    """The value of MASTER_PORT; `default` if it isn't set.
+
+    Raises:
+        ConfigurationError: It isn't a port.
+    """
+    found = integer(variables, "MASTER_PORT", default)
+    if not 0 <= found < 1 << 16:
+        raise ConfigurationError(f"MASTER_PORT={found} is no port: these are at most 65535. {REMEDY}")
+    return found
+
+
 def first_set(variables: Mapping[str, str], *names: str) -> str | None:
     """The first of the names that has a value."""
     return next((name for name in names if variables.get(name)), None)

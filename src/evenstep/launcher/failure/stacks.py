@@ -96,7 +96,7 @@ def parse_stacks(text: str) -> list[list[Frame]]:
         if _THREAD.match(line):
             threads.append([])
         elif threads and (found := _FRAME.match(line)):
-            number = int(found["line"]) if found["line"].isdigit() else 0
+            number = int(found["line"]) if found["line"].isdecimal() else 0
             threads[-1].append(Frame(found["file"], number, found["function"]))
     return [frames for frames in threads if frames]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import signal
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ Passed on to torch: --role, --start-method, --event-log-handler, --numa-binding,
 --duplicate-stdout-filters, --duplicate-stderr-filters; see `torchrun --help`."""
 
 _CHECK = "evenstep.tools.preflight.rank_check"
+_LONGEST_INTERVAL_S = 3600.0
 _LAUNCHERS_ALONE = (
     "--nproc-per-node",
     "--nnodes",
@@ -407,7 +409,7 @@ def validated(args: Namespace) -> Namespace:
     checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
     checks.number("--node-timeout", args.node_timeout, above=0, finite=False)
     checks.number("--name-after", args.name_after, above=0, finite=False)
-    checks.number("--monitor-interval", args.monitor_interval, above=0)
+    checks.number("--monitor-interval", args.monitor_interval, above=0, most=_LONGEST_INTERVAL_S)
     checks.whole("--max-restarts", args.max_restarts, least=0)
     checks.whole("--servers", args.servers, least=0)
     if args.servers and (num_nodes(args)[1] > 1 or args.check):
@@ -416,9 +418,30 @@ def validated(args: Namespace) -> Namespace:
             "set EVENSTEP_SERVERS to the number of servers; the last ranks then are servers."
         )
     checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
+    handled_signals(args.signals_to_handle)
     if args.master_port is not None:
         checks.whole("--master-port", args.master_port, least=0, most=65535)
     return args
+
+
+def handled_signals(names: str) -> list[signal.Signals]:
+    """The signals on which the ranks are stopped. Pure.
+
+    Args:
+        names: Their names, separated by commas; "": none.
+
+    Raises:
+        ConfigurationError: A name is unknown, or the signal can't be handled.
+    """
+    chosen: list[signal.Signals] = []
+    for name in filter(None, (name.strip() for name in names.split(","))):
+        found = getattr(signal, name, None)
+        if not isinstance(found, signal.Signals) or found in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigurationError(
+                f"--signals-to-handle {name}: no signal that can be handled. Use names such as SIGTERM,SIGUSR1."
+            )
+        chosen.append(found)
+    return chosen
 
 
 def num_nodes(args: Namespace) -> tuple[int, int]:
@@ -528,7 +551,7 @@ def plan_nodes(args: Namespace) -> Nodes:
                 f"--node-rank {args.node_rank} of {most}: where is node 0? Give all nodes its address, with "
                 f"--master-addr."
             )
-    elif not host or not port.isdigit():
+    elif not host or not (port.isdecimal() and int(port) < 1 << 16):
         if is_static:
             raise ConfigurationError(f"--rdzv-endpoint {args.rdzv_endpoint}: use HOST:PORT.")
         host = args.rdzv_endpoint

@@ -17,6 +17,7 @@ from evenstep.ground.host.control_groups import cpu_limit
 
 # Ranks for each CPU. A few more ranks than CPUs are useful for testing; thousands would only stop the machine.
 _MANY_PER_CPU, _MOST_PER_CPU = 8, 64
+_MOST_THREADS = 1024  # of a rank, for any number of CPUs; torch fails with numbers that no system can start
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ def plan_ranks(
             f"{threads_per_rank} threads per rank: a rank needs at least 1. Leave it out to let evenstep choose."
         )
     fixed = threads_per_rank or openmp_threads
+    most = max(_MOST_THREADS, _MOST_PER_CPU * host.num_cpus)
+    if fixed is not None and fixed > most:
+        name = "threads per rank" if threads_per_rank else "threads (OMP_NUM_THREADS)"
+        raise ConfigurationError(f"{fixed} {name}: at most {most} on a node of {counted(host.num_cpus, 'CPU')}.")
     num_ranks = _count_ranks(nproc, host, threads_per_rank=fixed, device=device)
     if device is not None:
         # The same rule and the same message as in every rank's own `evenstep.init`.

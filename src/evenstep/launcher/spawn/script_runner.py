@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -18,6 +19,7 @@ import io
 import logging
 import multiprocessing.util
 import os
+import resource
 import signal
 import stat
 import sys
@@ -42,6 +44,9 @@ from evenstep.launcher.spawn.remote import serve
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
 
 
+_HIGHEST_FD, _NUM_FAR = 4096, 16  # descriptors with high numbers; the kernel's table grows with the highest one
+
+
 def main(arguments: list[str]) -> None:
     """Prepare this process and run the target in it."""
     kind, target, *rest = arguments
@@ -63,7 +68,7 @@ def main(arguments: list[str]) -> None:
     if page is not None:
         write_page(placement)
         # Keep it open until the process ends: faulthandler writes to its descriptor.
-        register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        register_stacks(open_far(placement.pages[placement.local_rank]))
         page.words[Note.WRITES_STACKS] = 1
         count_optimizer_steps()
     if given.inject:
@@ -108,6 +113,21 @@ def unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
     stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
     vars(stream)["mode"] = "w"
     return stream
+
+
+def open_far(path: str) -> int:
+    """A descriptor with a high number, to append to a file.
+
+    A program may close descriptors that it hasn't opened (`os.closerange`). Its next files get their numbers, the
+    lowest first, and stacks that are written to a low number would end up in such a file.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    near = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        highest = _HIGHEST_FD if limit == resource.RLIM_INFINITY else min(limit, _HIGHEST_FD)
+        return fcntl.fcntl(near, fcntl.F_DUPFD_CLOEXEC, max(0, highest - _NUM_FAR))
+    finally:
+        os.close(near)
 
 
 def register_stacks(file: int) -> None:

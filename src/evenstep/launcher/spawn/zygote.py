@@ -394,7 +394,7 @@ def set_blas_threads(variables: Mapping[str, str]) -> None:
         variables: The rank's variables.
     """
     wanted = variables.get("OMP_NUM_THREADS", "")
-    if not wanted.isdigit() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):
+    if not wanted.isdecimal() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):
         return
     for file in mapped_files(Path("/proc/self/maps").read_text()):
         if "openblas" not in os.path.basename(file):

@@ -74,7 +74,7 @@ def test_placement_from_nodes_that_alternate() -> None:
     assert (placement.local_rank, placement.local_world_size, placement.node_rank, placement.num_nodes) == (1, 2, 1, 2)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("4", 4), ("", None), ("0", None), ("4,2", None)])
+@pytest.mark.parametrize(("text", "expected"), [("4", 4), ("", None), ("0", None), ("4,2", None), ("²", None)])
 def test_openmp_threads(monkeypatch: pytest.MonkeyPatch, text: str, expected: int | None) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert environment.openmp_threads() == expected

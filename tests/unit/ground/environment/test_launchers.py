@@ -166,6 +166,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
             without(recorded.OPEN_MPI_ON_TWO_HOSTS, "OMPI_MCA_orte_hnp_uri"),
             "the address of rank 0 is unknown. Set MASTER_ADDR",
         ),
+        (recorded.OPEN_MPI | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 look like MPICH, but PMI_RANK"),
         (recorded.SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=2.*contradict"),
         (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "SLURM_STEP_NODELIST: .*brackets don't match"),

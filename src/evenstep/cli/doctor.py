@@ -77,7 +77,7 @@ class _Explain(argparse.Action):
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep doctor`."""
+    """The parser of the arguments after `evenstep doctor`."""
     parser = Parser(
         prog="evenstep doctor",
         description=_DESCRIPTION,

@@ -5,8 +5,8 @@
     local disk     model.safetensors   optimizer.safetensors        |
                         |  by each rank      |                      |
 
-No agreement is needed. A rank that can't see a copy reads the object store; if the disk is full all ranks do. A damaged
-copy doesn't mean a damaged checkpoint: everything is read again from the object store.
+No agreement is needed. A rank that can't see a copy reads the object store; if the disk is full, all ranks of the node
+do. A damaged copy doesn't mean a damaged checkpoint: everything is read again from the object store.
 """
 
 from __future__ import annotations

@@ -48,6 +48,6 @@ def on_device(
 def _after_copy(device: torch.device, tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
     stream = torch.cuda.current_stream(device)
     stream.wait_event(done)
-    # Allocated on the copy stream: it must not be reused there while this stream still reads it.
+    # The batch's memory belongs to the copy stream, which must not reuse it while this stream still reads it.
     used_on(loaded.batch, stream)
     return tag, loaded

@@ -16,8 +16,8 @@ fields may be from different moments, so a reader never judges by a single read.
           8     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
           9     when the last step was finished, nanoseconds (monotonic)
          10     its rank
-         11 ... notes, 1 if they hold: see `Note` 16 ... four texts in turn: this rank's position in its script, written
-         when ranks disagree. Length last
+         11 ... notes, 1 if they hold: see `Note`
+         16 ... four texts in turn: this rank's position in its script, written when ranks disagree. Length last
     byte  4096  the report of the error that ends the rank: its length, written last, and JSON
     byte 65536  the stacks that the rank writes on request, one after the other, to the end of the file
 """

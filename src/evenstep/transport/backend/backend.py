@@ -8,8 +8,9 @@ memory, those of GPU tensors use NCCL; all other calls fall back to Gloo and are
 torch calls for collectives are in `calls`.
 
 Gloo listens on a port as long as it exists, and anyone who can connect can use up the process's descriptors. So a group
-whose ranks share memory makes Gloo only in the first collective that needs it, which every rank calls. Messages between
-two ranks use shared memory, or are refused: the other ranks don't call anything, so no Gloo can be made for them.
+whose ranks share memory makes Gloo only in the first collective that needs it, because every rank calls that. Messages
+between two ranks use shared memory, or are refused: the other ranks make no call, so no Gloo can be made for such
+messages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 
 NAME = "evenstep"
 
-_POLL_S = 0.1  # between polls of calls that no thread waits for
+_POLL_S = 0.1  # time between polls of calls for which no thread waits
 
 
 def register_backend() -> None:
@@ -76,15 +77,15 @@ class EvenstepGroup(GroupCalls):
     Collective: every rank of the group makes it, and makes the same calls in the same order.
 
     Args:
-        store: For the rendezvous of the group's ranks.
+        store: The store for the rendezvous of the group's ranks.
         rank: This rank.
         size: Number of ranks.
         timeout: Deadline of a call.
         name: The group's name.
-        global_ranks: The ranks' numbers in the default group; empty for that one.
+        global_ranks: The ranks' numbers in the default group; empty for the default group itself.
         shared: Carries CPU tensors; the group then owns it. None: the ranks connect.
         nccl_options: The script's `pg_options`, if they are for NCCL.
-        is_split: The group was made by `split_group` of another group.
+        is_split: Whether `split_group` of another group made this group.
 
     Attributes:
         why_gloo: The reason why there is no shared memory and Gloo carries everything; None if there is shared memory.
@@ -110,7 +111,7 @@ class EvenstepGroup(GroupCalls):
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
         self._is_split = is_split
-        # Numbered: torch gives a new group the name of a destroyed one, whose addresses are still in the store.
+        # Add a number: torch gives a new group the name of a destroyed group, whose addresses are still in the store.
         self._gloo_prefix = f"gloo {store.add(f'groups of rank {rank}', 1)}/"
         self._gloo: ProcessGroupGloo | None = None
         if not VISITS_BACKENDS:
@@ -131,7 +132,8 @@ class EvenstepGroup(GroupCalls):
         """Make Gloo, if there is none yet. Collective: all ranks make the same call.
 
         Args:
-            collective: The call. The ranks compare it first, because Gloo would wait for a rank that makes another one.
+            collective: The call. The ranks compare it first, because Gloo would wait for a rank that makes another
+                call.
             timeout_s: The call's own deadline; None: the group's.
         """
         if self._gloo is not None:
@@ -148,7 +150,8 @@ class EvenstepGroup(GroupCalls):
         gloo.options.group_name = self._name  # type: ignore[assignment]
         begin_sequence_numbers(gloo)
         self._register("cpu", ProcessGroup.BackendType.GLOO, gloo)
-        # Only now: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
+        # Add the backend only now: from torch 2.14 on, a group's rank and size are those of its default backend, if it
+        # has one.
         for group in (self._inner, self):
             set_default_backend(group, ProcessGroup.BackendType.GLOO)
         super()._set_group_name(self._name)
@@ -176,7 +179,7 @@ class EvenstepGroup(GroupCalls):
         return None
 
     def _connect_gloo(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        """Gloo between some ranks. Collective among these only."""
+        """Make a Gloo between some ranks. Collective among these only."""
         store = PrefixStore(f"among {','.join(map(str, ranks))}/", self._store)
         timeout_s = self._timeout.total_seconds()
         return connect_gloo(store, ranks.index(self.rank()), len(ranks), timeout_s=timeout_s)
@@ -185,16 +188,16 @@ class EvenstepGroup(GroupCalls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors the group carries. If torch doesn't visit backends, the CPU is one even without a Gloo.
+        """Devices whose tensors the group carries. If torch doesn't visit backends, the CPU is one even without Gloo.
 
-        For a split group torch uses the CPU's backend in any case, on all of its ranks.
+        In a split group torch uses the CPU's backend in any case, on all of the group's ranks.
         """
         registered: list[torch.device] = super()._device_types
         cpu = torch.device("cpu")
         return registered if cpu in registered or not (self._is_split or is_made(self)) else [cpu, *registered]
 
     def getBackendName(self) -> str:
-        """The backend's name, which `name()` returns too."""
+        """The backend's name, which `name()` also returns."""
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -211,7 +214,7 @@ class EvenstepGroup(GroupCalls):
         return self.num_calls
 
     def getGroupName(self) -> str:
-        """The group's name, which `group_name` is too. torch's own method takes it from Gloo or NCCL."""
+        """The group's name, the same as `group_name`. torch's own method takes it from Gloo or NCCL."""
         return self._name
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -224,7 +227,7 @@ class EvenstepGroup(GroupCalls):
                 backend._set_default_timeout(timeout)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[..., object]) -> None:
-        """Refused: torch calls such hooks only around C++ backends.
+        """Refuse a hook: torch calls such hooks only around C++ backends.
 
         Raises:
             NotImplementedError: Always.
@@ -237,7 +240,7 @@ class EvenstepGroup(GroupCalls):
     register_post_hook = register_pre_hook
 
     def getGroupDesc(self) -> str:
-        """What the group is for, which `group_desc` is too."""
+        """The group's purpose, the same as `group_desc`."""
         return self._description
 
     def get_group_store(self) -> Store:
@@ -253,14 +256,14 @@ class EvenstepGroup(GroupCalls):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> EvenstepGroup | None:
-        """A group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on others.
+        """Make a group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on other ranks.
 
         Args:
-            new_ranks: Their numbers in this group.
+            new_ranks: The ranks' numbers in this group.
             timeout: Deadline of a call; None: this group's.
-            opts: NCCL's options, where there is NCCL.
+            opts: NCCL's options, if there is NCCL.
             group_name: The new group's name; None: built from this group's name and the ranks.
-            group_desc: What the new group is for.
+            group_desc: The new group's purpose.
             device_types: Must be all of this group's devices.
         """
         if self.rank() not in new_ranks:
@@ -335,7 +338,7 @@ def _make_nccl(
 class CpuBackend:
     """A stand-in for the backend of CPU tensors: `_set_pg_timeout` looks for Gloo or NCCL in a group.
 
-    Gloo itself may not exist yet, and wouldn't set the deadline of shared memory.
+    Gloo itself may not exist yet, and wouldn't change the deadline of shared memory.
     """
 
     __class__ = ProcessGroupGloo  # type: ignore[assignment]

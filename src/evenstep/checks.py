@@ -161,7 +161,7 @@ def switches(who: str, otherwise: str = "", **given: Any) -> None:
     """Check several switches; with `otherwise` each may be None.
 
     Raises:
-        ConfigurationError: One of them isn't a switch.
+        ConfigurationError: A value isn't a switch.
     """
     for name, value in given.items():
         if not (value is None and otherwise):

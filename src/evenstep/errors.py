@@ -119,7 +119,7 @@ class RankFailedError(EvenstepError):
 
     Attributes:
         rank: The rank that failed first.
-        exitcode: Its exit status; negative for a signal, as in `multiprocessing`.
+        exitcode: The rank's exit status; negative for a signal, as in `multiprocessing`.
     """
 
     def __init__(self, message: str, *, rank: int, exitcode: int | None) -> None:

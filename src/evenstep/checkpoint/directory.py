@@ -79,7 +79,7 @@ def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint differs from what was written; the message names file and tensor."""
+    """A checkpoint differs from the written content; the message names file and tensor."""
 
 
 class UnreadableError(CheckpointError):

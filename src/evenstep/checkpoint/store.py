@@ -52,7 +52,7 @@ class Reader:
     """An open file.
 
     Attributes:
-        num_bytes: Its length.
+        num_bytes: The file's length.
         chunk_bytes: How much to read at once.
         read_into: Called with an offset and memory: fills the memory with the file's bytes from that offset on. Returns
             their number, which is smaller than the memory only at the file's end.

@@ -57,12 +57,12 @@ def parallelize(
         tensor_plan: The plan for torch's `parallelize_module`: styles by the names of modules, `*` for any name.
         blocks: The modules that are sharded by themselves: class names or classes; or a whole number, the least number
             of parameters of a block; or a function of (name, module); None: the members of every `nn.ModuleList`.
-        reshard_after_forward: As for torch's `fully_shard`, for every block.
+        reshard_after_forward: As in torch's `fully_shard`, for every block.
         mp_policy: torch's `MixedPrecisionPolicy`; needs "shard".
         offload_policy: torch's `CPUOffloadPolicy`; needs "shard".
         on_nonfinite: As in `DistributedDataParallel`.
         broadcast_buffers: As in `DistributedDataParallel`.
-        compare_every: As for `DistributedDataParallel`; in a divided model replicas of the same parts are compared.
+        compare_every: As in `DistributedDataParallel`; in a divided model, ranks with the same parts are compared.
         local_steps: Prepare the model for `LocalSGD`, which it then needs for training: FSDP2 divides over "shard"
             alone, and each replica (along "replicate") steps independently. No effect without "shard".
 
@@ -152,8 +152,8 @@ def attach(
         world: The ranks; None: the current world.
         on_nonfinite: As in `DistributedDataParallel`.
         broadcast_buffers: As in `DistributedDataParallel`.
-        compare_every: As for `parallelize`.
-        local_steps: As for `parallelize`; `fully_shard` must have been called with `world.mesh["shard"]`.
+        compare_every: As in `parallelize`.
+        local_steps: As in `parallelize`; `fully_shard` must have been called with `world.mesh["shard"]`.
 
     Returns:
         As `parallelize`.

@@ -1,4 +1,4 @@
-"""Which rank writes which file, when to save, and what to delete. Pure.
+"""Decides which rank writes which file, when to save, and which checkpoints to delete. Pure.
 
 Every rank knows the tensors of the replicated state, in the same order, so each computes the same plan without
 communication:
@@ -154,7 +154,7 @@ def plan_removals(metrics: Mapping[int, Mapping[str, float]], policy: Policy) ->
 
     Args:
         metrics: The metrics of each saved step.
-        policy: What to keep.
+        policy: The policy, which says which checkpoints to keep.
     """
     steps: Iterable[int] = sorted(metrics)
     kept = set(sorted(metrics)[-policy.keep :])

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, when torch's DTensor divides it. Pure.
+"""Computes which elements of a tensor a rank holds if the tensor is a DTensor. Pure.
 
 A tensor is divided along its dimensions, and along one dimension as `torch.chunk` does: chunks of ceil(length / ranks),
 the last ones shorter or empty. So a rank holds a *region*: a box of the tensor, or several boxes. FSDP2 on top of

@@ -1,4 +1,4 @@
-"""Which elements of a saved tensor this rank reads, and into which memory."""
+"""Plans which elements of a saved tensor this rank reads, and to which memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
 
     Args:
         owner: Name of the object, for messages.
-        saved: Its entry in the manifest.
+        saved: The object's entry in the manifest.
         target: The object of this run.
 
     Raises:

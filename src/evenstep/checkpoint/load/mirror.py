@@ -63,7 +63,7 @@ def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str,
         strict: As in `find`.
 
     Raises:
-        CheckpointError: As `find` does.
+        CheckpointError: As in `find`.
     """
     own = ""
     with contextlib.ExitStack() as held:

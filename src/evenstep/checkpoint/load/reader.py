@@ -36,8 +36,8 @@ class _Wanted:
 
     Attributes:
         name: The tensor's name for messages.
-        part: Its place in the files.
-        num_bytes: Its length.
+        part: The part's place in the files.
+        num_bytes: The part's length.
         out: Memory to read into; None: only confirm the checksum.
         copies: If only some elements of the part are wanted, or they go to several places: the part is read to other
             memory, and these copies are made from there.
@@ -67,8 +67,8 @@ def read_objects(
 
     Args:
         storage: Where the checkpoint is stored.
-        folder: Its folder.
-        manifest: Its content.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
         names: Names of the objects.
         share: (i, n): n ranks of one node read the same bytes, so rank i of them checks only the parts whose checksum
             is i modulo n. Which rank checks a part doesn't depend on the other parts that the rank reads. When all n
@@ -77,7 +77,7 @@ def read_objects(
             reads, so that the ranks together check everything.
 
     Raises:
-        DamagedError: A file or a tensor differs from what was saved.
+        DamagedError: A file or a tensor differs from the saved content.
         UnreadableError: This process can't read a file.
     """
     check = _Check(storage, folder, manifest, share)
@@ -117,8 +117,8 @@ def damaged_files(
 
     Args:
         storage: Where the checkpoint is stored.
-        folder: Its folder.
-        manifest: Its content.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
         only: Names of the files to read; None: all that contain a part.
     """
     check, found = _Check(storage, folder, manifest, (0, 1)), {}

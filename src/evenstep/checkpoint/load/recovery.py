@@ -1,7 +1,7 @@
 """The step from which a run resumes if each node has generations (saved steps) on its own disk. Pure.
 
-    node 0   step 40 whole   step 60 its half     3 nodes of which each holds a half of the state; node 2 is new
-    node 1   step 40 whole   step 60 its half
+    node 0   step 40 whole   step 60 one half     3 nodes, of which node 2 is new
+    node 1   step 40 whole   step 60 the other half
     node 2   -               -
 
 The run resumes from step 60 if the two halves make up the whole, else from step 40; or from the durable checkpoint if

@@ -23,7 +23,7 @@ def on_device(
 
     Args:
         items: Batches, each with a tag.
-        device: Their destination.
+        device: The device to which batches are moved.
         pin: Copy from pinned memory, so that the host needn't wait for the copy.
         are_pinned: The batches are in pinned memory already.
     """

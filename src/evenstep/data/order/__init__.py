@@ -1,4 +1,4 @@
-"""Which samples each rank loads in which step, the same for any number of ranks.
+"""Decides which samples each rank loads in which step; global batches are the same for any number of ranks.
 
 Read `batch_plan` first: an epoch is an order, cut into global batches. Every rank takes a share of each. Orders that
 are computed by position, and not stored: `permutation` (a shuffle), `weighted` (draws with replacement). `drawn` takes

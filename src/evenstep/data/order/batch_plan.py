@@ -1,4 +1,4 @@
-"""Which samples each rank loads in each step of an epoch. Pure: the same cuts for any number of ranks.
+"""Plans which samples each rank loads in each step of an epoch. Pure.
 
 An epoch is cut into *global batches*, and each of them is divided over the ranks:
 

@@ -51,7 +51,7 @@ def _names_in(held: Any, size: int) -> list[str]:
 class SameData:
     """Compares once whether all ranks read the same content for the same sample numbers.
 
-    It never waits, since a rank may iterate alone.
+    The comparison never waits, since a rank may iterate alone.
     """
 
     def __init__(self) -> None:

@@ -242,7 +242,7 @@ class StreamFetcher(Fetcher):
         drop_last: See `StreamSource`; not with `by_shard`.
         num_shards: The number of shards by which the stream can be divided.
         by_state: Return the stream's state with each batch.
-        arguments: As for `Fetcher`.
+        arguments: Arguments of `Fetcher`.
 
     Attributes:
         by_shard: Whether the stream is divided by shard: see [Note: streams].

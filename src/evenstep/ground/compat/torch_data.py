@@ -25,7 +25,7 @@ MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
 
 @contextlib.contextmanager
 def without_worker_info() -> Iterator[Any]:
-    """Make `get_worker_info` return None inside the block; yields what it returned before."""
+    """Context in which `get_worker_info` returns None; yields its former result."""
     worker = get_worker_info()
     _utils.worker._worker_info = None
     try:
@@ -109,8 +109,8 @@ def shut_down_workers(iterator: Any) -> None:
 def draws_from_whole_data_set() -> bool:
     """Whether an iterator of torch's own loader is running that loads the whole data set on every rank.
 
-    Its samples have numbers, and its sampler is torch's for one process: in order, or random. All objects are searched,
-    which takes tens of milliseconds in a large program.
+    Such a loader has numbered samples and torch's sampler for one process: in order, or random. All objects are
+    searched, which takes tens of milliseconds in a large program.
     """
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter) and getattr(each, "_num_yielded", False):

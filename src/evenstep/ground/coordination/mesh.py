@@ -92,7 +92,7 @@ def build_mesh(given: Any, sizes: Mapping[str, int], device_type: str) -> Device
 
     Args:
         given: A `DeviceMesh`, or anything else.
-        sizes: As `complete_mesh` returns them.
+        sizes: The result of `complete_mesh`.
         device_type: The type of this rank's device.
 
     Raises:

@@ -98,7 +98,7 @@ class Exit:
 def is_consequence(error: BaseException) -> bool:
     """Whether an exception means that another rank is gone, not that this rank has failed.
 
-    Also true if it was raised because of, or while handling, such an exception.
+    Also true if the exception was raised because of, or while handling, such an exception.
     """
     seen: set[int] = set()
     step: BaseException | None = error

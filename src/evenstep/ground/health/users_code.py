@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's own."""
+"""Finds the lines of a stack that are the user's own."""
 
 from __future__ import annotations
 

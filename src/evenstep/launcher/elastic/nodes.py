@@ -52,7 +52,7 @@ _ROW, _FIRST = "row", "first-failure"
 
 
 class Heartbeats:
-    """Which nodes are alive, judged by their heartbeats. Pure.
+    """Decides from heartbeats which nodes are alive. Pure.
 
     Args:
         others: Node ranks of the other nodes.

@@ -109,7 +109,7 @@ class HeldUp:
 
     @property
     def key(self) -> tuple[frozenset[int], frozenset[str]]:
-        """Which ranks are missing, and where the others wait."""
+        """The missing ranks, and the places where the others wait."""
         return frozenset(view.rank for view in self.missing), frozenset(view.site for view in self.waiting)
 
 

@@ -69,8 +69,8 @@ class ShardedOptimizer(optim.Optimizer):
     Raises:
         ConfigurationError: The model or optimizer class is wrong, or a parameter isn't the model's, or belongs to
             another ShardedOptimizer. Raised on all ranks if it happens on one.
-        UsageError: It was made between a backward pass and the reduction of its gradients, or while the model has a
-            LocalSGD. Raised on all ranks if it happens on one.
+        UsageError: The optimizer was made between a backward pass and the reduction of its gradients, or while the
+            model has a LocalSGD. Raised on all ranks if it happens on one.
         MismatchError: The ranks were given different arguments. Raised on all ranks. Later, backward passes raise it if
             options of the groups have become different between ranks.
     """

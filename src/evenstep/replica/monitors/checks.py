@@ -214,7 +214,7 @@ class NonFinite(Observer):
     """Finds gradients that aren't finite, and skips the step, raises, or warns once, the same on all ranks.
 
     Args:
-        policy: What happens to the step.
+        policy: The reaction to such gradients: "warn", "skip" or "raise".
         world: The ranks that take part.
         control: Carries messages on the CPU, in order with the model's passes.
         in_sums: Whether to check the sums over ranks in shared memory instead of this rank's own gradients.

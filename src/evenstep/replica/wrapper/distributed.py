@@ -544,8 +544,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         Args:
             loss: One number, the *mean* over `weight` samples (or tokens).
-            weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. If it
-                is 0, the loss is ignored, even a NaN. None: 1, or 0 for an empty share.
+            weight: The number of samples or tokens over which the loss was averaged: a number, or a 0-dim tensor, which
+                is not read on the host. If it is 0, the loss is ignored, even a NaN. None: 1, or 0 for an empty share.
             scaler: A `torch.amp.GradScaler`. It scales the loss, unless the loss already is a result of `scaler.scale`,
                 or a sum of such results.
             retain_graph: As in `Tensor.backward`.
@@ -812,8 +812,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Context for a loop that ends earlier on some ranks. They then take part in the others' steps with weight
-        zero.
+        """Context for a loop that some ranks leave earlier: these take part in the others' steps with weight zero.
 
             with model.join():
                 for x, y in loader:
@@ -970,7 +969,8 @@ def backward(
             ranks. Name a model with 16-bit gradients first, because large weights could make these overflow. If the
             models span different ranks, name the model with the most ranks first.
         loss: One number, the *mean* over `weight` samples (or tokens).
-        weight: What the loss was averaged over; see `DistributedDataParallel.backward`.
+        weight: The number of samples or tokens over which the loss was averaged; see
+            `DistributedDataParallel.backward`.
         scaler: See `DistributedDataParallel.backward`.
         retain_graph: As in `Tensor.backward`.
         create_graph: As in `Tensor.backward`.

@@ -100,7 +100,7 @@ class _Incoming(NamedTuple):
     Attributes:
         sender: The rank that has sent it.
         number: The number of the message's record.
-        tag: Its tag.
+        tag: The message's tag.
         place: The message's offset in the sender's zone, or `_IN_RECORD`.
         data: [numel]: the message in the zone or in the record, or a copy of it.
     """

@@ -69,7 +69,7 @@ class Pending:
     is_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; at most `timeout_s`, after which the call goes on."""
+        """See `base.Work.wait`; waits at most `timeout_s`. The call continues after that."""
         try:
             if not self.is_done:
                 self._finish(timeout_s)

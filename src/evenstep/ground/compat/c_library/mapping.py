@@ -26,7 +26,7 @@ def map_file(fd: int, *, num_bytes: int, offset: int = 0, populate: bool = False
     Args:
         fd: The file's descriptor; it may be closed afterwards.
         num_bytes: The length of the range.
-        offset: Its beginning, a multiple of the page size.
+        offset: The beginning of the range, a multiple of the page size.
         populate: Load the whole range into memory now.
 
     Raises:

@@ -36,8 +36,8 @@ class ParameterSpec:
 
     Attributes:
         name: The parameter's name in the module.
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: The parameter's shape.
+        dtype: The parameter's dtype.
         device: The device of the parameter and its gradient.
         sharding: How the gradient is divided over ranks; None: it isn't.
         group: Number of the parameter group; parameters of one group are neighbours within a bucket.

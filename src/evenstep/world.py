@@ -540,7 +540,7 @@ class World:
     def close(self) -> None:
         """Close transports and groups. Local: waits for no other rank. A second call does nothing.
 
-        If something can't be closed, the rest is closed all the same, and then the error is raised.
+        If something can't be closed, the rest is closed nevertheless, and then the error is raised.
         """
         global _current
         if self.is_closed:

@@ -51,7 +51,7 @@ class PerParameterPartition:
         groups: The user's parameter groups, read in every step.
         world: The ranks that take part.
         transport: The model's transport; carries the values of parameters.
-        elementwise: Whether the step is element-wise all the same.
+        elementwise: Whether the step is element-wise, although parameters are stepped as a whole.
 
     Attributes:
         elementwise: The given argument.

@@ -118,7 +118,7 @@ class Waiting:
     """The state of a wait.
 
     Attributes:
-        since: Begin of the wait (`time.monotonic`).
+        since: Beginning of the wait (`time.monotonic`).
         is_reported: Whether the missing ranks have been reported.
         until: The extended deadline of a rank that was in a long phase, such as an evaluation (`time.monotonic`).
     """

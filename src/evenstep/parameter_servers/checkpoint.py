@@ -145,7 +145,10 @@ class _Scheduler:
         self._scheduler, self._world = shard.scheduler, world
 
     def state_dict(self) -> State:
-        """Return the first server's state. Collective. It has the largest parameter, so a schedule if any has."""
+        """Return the first server's state. Collective.
+
+        The first server has the largest parameter, so it has a schedule if any server has.
+        """
         state: State = self._world.broadcast_object(self._scheduler and self._scheduler.state_dict())
         return state
 

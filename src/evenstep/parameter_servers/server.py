@@ -279,7 +279,10 @@ class Server:
         return self._checkpoints is not None and worker == min(self._coordinator.members, default=worker)
 
     def _decisions_behind(self, rank: int, *, after: int, stops: bool, failure: str) -> Message:
-        """Answer a server's request for decisions after one. It reports whether it must stop or has failed."""
+        """Answer another server's request for the decisions that follow number `after`.
+
+        The other server reports whether it must stop or has failed.
+        """
         self._had[rank] = after
         if stops:
             self._stop(rank)

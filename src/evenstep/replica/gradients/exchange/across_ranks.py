@@ -29,7 +29,7 @@ class AcrossRanks(Exchange):
         self._world, self._transport, self._control = trained.world, trained.transport, trained.control
         self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self._header = Header(len(trained.parameters), device, trained.observers)
-        self._was_weighted: bool | None = None  # of the last window; None: unknown, as always on a GPU
+        self._was_weighted: bool | None = None  # the last window; None: unknown, as always on a GPU
         self._used = self._all_used = [True] * len(trained.parameters)
 
     def _scale_weights(self, dtypes: Iterable[torch.dtype], *others: Callable[[float], object]) -> None:

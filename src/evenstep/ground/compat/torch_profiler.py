@@ -33,7 +33,7 @@ def is_watched() -> bool:
 
 def profile_all_threads() -> torch.profiler.profile:
     """A profiler of this process: its GPU, and all CPU threads, including Gloo's, which carry gradients."""
-    # acc_events: without it, torch before 2.12 warns of a profile of one cycle.
+    # acc_events: without it, torch until 2.12 warns of a profile of one cycle.
     return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True), acc_events=True)
 
 

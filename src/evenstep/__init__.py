@@ -29,7 +29,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-if "evenstep_command" in sys.modules:  # the command `evenstep`, of which `doctor --no-run` does without torch
+if "evenstep_command" in sys.modules:  # the command `evenstep`: `doctor --no-run` needs no torch
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -15,7 +15,7 @@ from typing import Any
 
 from evenstep.errors import ConfigurationError
 
-_LONGEST = 60  # characters of a value that are shown
+_LONGEST = 60  # the most characters of a value that are shown
 
 
 def shown(value: object) -> str:
@@ -28,28 +28,28 @@ def shown(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean cpu?", if an unknown name is close to a known one; else ""."""
+    """A suggestion, " Did you mean cpu?", if an unknown name is close to a known one; else ""."""
     names = list(known)
     close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def option_meant(message: str, help: str) -> str:
-    """The same for an option that argparse refuses; known options begin a line of the command's help."""
+    """Like `meant`, for an option that argparse refuses. Known options begin a line of `help`."""
     wrong = re.match(r"(?:unrecognized arguments|ambiguous option): (--[\w-]+)", message)
     return meant(wrong[1], re.findall(r"^  (?:-\w[^-]*)?(--[a-z-]+)", help, re.MULTILINE)) if wrong else ""
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
+    """A count with its noun: "1 rank", "2 ranks"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def needs(what: str, package: str, extra: str) -> str:
     """How to install a missing package: "a plot needs matplotlib: pip install 'evenstep[bench]'".
 
-    The name is in quotes, because brackets mean something to a shell. The command also works if evenstep was installed
-    from a checkout.
+    The name is in quotes, because a shell expands brackets. The command also works if evenstep was installed from a
+    checkout.
     """
     return f"{what} needs {package}: pip install 'evenstep[{extra}]'"
 
@@ -59,24 +59,24 @@ def refuse(what: str, value: object, wanted: str) -> ConfigurationError:
 
     Args:
         what: The function and the argument, for messages.
-        value: What was given.
+        value: The given value.
         wanted: The values that are allowed, in words.
     """
     return ConfigurationError(f"{what}={shown(value)}; {wanted}.")
 
 
 def whole(what: str, value: Any, *, least: int | None = None, most: int | None = None, otherwise: str = "") -> int:
-    """A whole number.
+    """Check a whole number.
 
     Args:
         what: The function and the argument, for messages.
-        value: What was given.
-        least: The smallest allowed; None: any.
-        most: The largest allowed; None: any.
+        value: The given value.
+        least: The smallest allowed value; None: any.
+        most: The largest allowed value; None: any.
         otherwise: Another value that is allowed, for the message: "None for all".
 
     Raises:
-        ConfigurationError: It isn't a whole number, or is out of range.
+        ConfigurationError: The value isn't a whole number, or is out of range.
     """
     try:
         number = None if is_switch_type(value) else operator.index(value)
@@ -98,12 +98,12 @@ def number(
     finite: bool = True,
     otherwise: str = "",
 ) -> float:
-    """A real number.
+    """Check a real number.
 
     Args:
         what: The function and the argument, for messages.
-        value: What was given; NaN is always refused.
-        least: The smallest allowed.
+        value: The given value; NaN is always refused.
+        least: The smallest allowed value.
         above: The number must be greater than this.
         most: The largest allowed.
         below: The number must be less than this.
@@ -111,7 +111,7 @@ def number(
         otherwise: Another value that is allowed, for the message.
 
     Raises:
-        ConfigurationError: It isn't a number, or is out of range.
+        ConfigurationError: The value isn't a number, or is out of range.
     """
     found = as_float(value)
     if (
@@ -136,7 +136,7 @@ def number(
 def as_float(value: Any) -> float | None:
     """A real number of any kind as a float, also NaN and infinities; None for anything else.
 
-    A text or a bool doesn't count as a number here.
+    A text or a bool isn't a number here.
     """
     if isinstance(value, str | bytes | bytearray | complex) or is_switch_type(value):
         return None
@@ -147,7 +147,7 @@ def as_float(value: Any) -> float | None:
 
 
 def switch(what: str, value: Any, *, otherwise: str = "") -> bool:
-    """True or False; 1 and 0 are accepted, too.
+    """Check a switch: True or False, or 1 or 0.
 
     Raises:
         ConfigurationError: The value is none of these.
@@ -158,10 +158,10 @@ def switch(what: str, value: Any, *, otherwise: str = "") -> bool:
 
 
 def switches(who: str, otherwise: str = "", **given: Any) -> None:
-    """Several switches; with `otherwise` each may be None.
+    """Check several switches; with `otherwise` each may be None.
 
     Raises:
-        ConfigurationError: One of them isn't a switch.
+        ConfigurationError: A value isn't a switch.
     """
     for name, value in given.items():
         if not (value is None and otherwise):
@@ -169,7 +169,7 @@ def switches(who: str, otherwise: str = "", **given: Any) -> None:
 
 
 def choice(what: str, value: Any, choices: Sequence[str], *, otherwise: str = "") -> str:
-    """One of some words.
+    """Check that a value is one of some words.
 
     Raises:
         ConfigurationError: The value is none of these words.
@@ -181,10 +181,10 @@ def choice(what: str, value: Any, choices: Sequence[str], *, otherwise: str = ""
 
 
 def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") -> str:
-    """A text that isn't empty.
+    """Check a text that isn't empty.
 
     Raises:
-        ConfigurationError: It isn't a text, or is empty.
+        ConfigurationError: The value isn't a text, or is empty.
     """
     if isinstance(value, str) and value:
         return value
@@ -192,7 +192,7 @@ def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") 
 
 
 def function(what: str, value: Any, *, otherwise: str = "") -> Callable[..., Any]:
-    """A function, or another object that can be called.
+    """Check a function, or another object that can be called.
 
     Raises:
         ConfigurationError: The value can't be called.

@@ -1,4 +1,4 @@
-"""What a person sees while training runs: lines on stderr and one progress bar."""
+"""Output for the user while training runs: lines on stderr and one progress bar."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Item = TypeVar("Item")
 
 
 def printable(text: str) -> str:
-    """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
+    """Make another process's text safe to print: control characters, as in terminal escapes, become text. Pure."""
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def say(line: str) -> None:
-    """Print a line to stderr at once. Control characters inside, as from a file's name or a log, are shown as text.
+    """Print a line to stderr at once. Control characters in it, as from a file's name or a log, are shown as text.
 
     If stderr can't be written, because a disk is full or a terminal closed, nobody could read the line: the error is
     ignored.
     """
-    if sys.stderr is not None:  # was closed when python started; `print` would take stdout
+    if sys.stderr is not None:  # None: stderr was closed when python started, and `print` would write to stdout
         with contextlib.suppress(OSError):
             print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def on_stdout(**settings: Any) -> Console:
-    """rich's console for reports. It raises an error of stdout, as of a lost reader; rich alone would end the process.
+    """rich's console for reports. A closed pipe raises an error; rich alone would end the process.
 
     Args:
         settings: Arguments of `rich.console.Console`.
@@ -61,11 +61,11 @@ def progress(
     """Yield `items`, with a bar on a terminal, or with a plain line per interval elsewhere.
 
     Args:
-        items: What is iterated.
+        items: The objects to iterate over.
         description: Text before the bar; None: the epoch, if `items` has one.
         total: Number of items; None: `len(items)`, or unknown.
         interval_s: Seconds between two plain lines. One more line follows the last item.
-        is_shown: False: show nothing, only yield. So on all ranks but 0.
+        is_shown: False: show nothing, only yield, as ranks other than 0 do.
 
     Raises:
         ConfigurationError: `items` can't be iterated, or another argument is wrong. Raised on every rank.
@@ -123,9 +123,9 @@ def _lines(items: Iterable[Item], description: str, total: int | None, interval_
 
 
 def quieten() -> Callable[[], None]:
-    """Have this process log nothing below ERROR and show no warnings. Returns a function that undoes it.
+    """Silence this process's log records below ERROR and its warnings. Returns a function that undoes this.
 
-    For ranks other than 0 that share a terminal with rank 0. Records at ERROR concern this rank, and are shown.
+    For ranks other than 0 that share a terminal with rank 0. Records at ERROR concern this rank and are shown.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))

@@ -3,7 +3,7 @@
     EvenstepError                     everything that evenstep raises on purpose (a RuntimeError)
     ├── ConfigurationError            an argument, a flag or a variable is wrong                       exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
-    ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
+    ├── DataError                     a sample can't be loaded: a damaged file, a worker that died     exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── NonFiniteError                a gradient is infinite or not a number                           exit 73
     ├── DriftError                    replicas have other parameters than they should                  exit 73
@@ -12,9 +12,9 @@
     ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
-Programs that were written for torch catch what torch raises, which for one kind of mistake is a RuntimeError here and a
-ValueError or a TypeError there. So all of these are RuntimeErrors, and a `ConfigurationError` is a ValueError and a
-TypeError, too; docs/reference/ddp-compatibility.md has the list.
+Programs written for torch catch torch's exceptions. For the same mistake, one part of torch raises a RuntimeError and
+another a ValueError or a TypeError. So all errors here are RuntimeErrors, and a `ConfigurationError` is a ValueError
+and a TypeError, too; docs/reference/ddp-compatibility.md has the list.
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: they show a secondary failure, not the root cause.
 A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError`, `DriftError` or `CheckpointError` is explained by
@@ -26,21 +26,21 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-# Exit status of a rank that has saved its checkpoint after a request to stop: nothing failed; start it again later.
+# Exit status of a rank that has saved a checkpoint after a request to stop: nothing failed, and the run can be resumed.
 EXIT_PREEMPTED = 75
 # Exit status of a command that examines a script (bench, verify, convert) when the script itself fails.
 EXIT_SCRIPT_FAILED = 2
-# Exit status of a command whose output can't be written: the disk is full, or nobody reads it any more.
+# Exit status of a command whose output can't be written: the disk is full, or the reader of a pipe has closed it.
 EXIT_NOT_WRITTEN = 74
 
 
 class EvenstepError(RuntimeError):
-    """Base of everything that evenstep raises on purpose.
+    """Base class of the errors that evenstep raises on purpose.
 
     Attributes:
         exit_code: Status with which a process ends when the error isn't caught.
-        is_users_mistake: The message says everything; a traceback would only bury it.
-        is_consequence: Raised because another rank failed first.
+        is_users_mistake: The error is shown without a traceback, because its message explains it.
+        is_consequence: The error was raised because another rank failed first.
     """
 
     exit_code: ClassVar[int] = 1
@@ -119,7 +119,7 @@ class RankFailedError(EvenstepError):
 
     Attributes:
         rank: The rank that failed first.
-        exitcode: Its exit status; negative for a signal, as in `multiprocessing`.
+        exitcode: The rank's exit status; negative for a signal, as in `multiprocessing`.
     """
 
     def __init__(self, message: str, *, rank: int, exitcode: int | None) -> None:

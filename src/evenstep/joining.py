@@ -88,13 +88,13 @@ def init(
             every rank but 0 draws numbers of its own. None: nothing is seeded.
         device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this GPU, which ranks may share); None: as given to
             `evenstep run --device`, else GPUs if there are any.
-        transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, else shared memory between
-            CPU ranks of one node, else Gloo.
+        transport: "shared memory", "gloo" or "nccl"; None: NCCL if every rank has its own GPU, else shared memory
+            between CPU ranks of one node, else Gloo.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         quiet: Don't print the line that describes the run.
-        log_on_all_ranks: Let every rank log and warn if all write to one terminal (`evenstep.launch`, torchrun,
-            mpiexec, srun). By default only rank 0 does, except for errors. Under `evenstep run` each rank has its own
-            file, and everything is kept.
+        log_on_all_ranks: Every rank logs and warns, even if all write to one terminal (`evenstep.launch`, torchrun,
+            mpiexec, srun). By default other ranks than 0 show only errors. Under `evenstep run` each rank has its own
+            file, and logs everything.
         reproducible: Compute the same bits on any number of ranks: see docs/how-to/reproducible.md. Needs a seed, and
             training loops over `model.microbatches(batch)`.
         virtual_ranks: With `reproducible`: the number of parts in which every global batch is computed, a power of two
@@ -107,11 +107,11 @@ def init(
             own.
 
     Returns:
-        The world. It is now the current one, which constructors use for `world=None`.
+        The world. It is now the current world, which constructors use for `world=None`.
 
     Raises:
-        ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
-            other arguments.
+        ConfigurationError: An argument or a launcher's variable is wrong; there are more ranks than GPUs; or a second
+            call has other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
         UsageError: A constructor was called before and made or adopted a world; or this process was forked from a rank
             and can't use that rank's connections.
@@ -198,7 +198,7 @@ def init(
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     if _has_own_nccl(world):
-        atexit.register(_give_up_after_failure)  # before the world is closed
+        atexit.register(_give_up_after_failure)  # runs before the world is closed
     worlds.set_current(world)
     if heartbeat.current is not None:
         count_optimizer_steps()
@@ -231,7 +231,7 @@ def _join(
             dist.init_process_group(backend.NAME, store=dist.HashStore(), rank=0, world_size=1)
             at_close.insert(0, _destroy_default_group)
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=at_close)
-    # Before the rendezvous: a rank that leaves the rendezvous at once closes a socket to which others still connect.
+    # Check before the rendezvous: a rank that raises right after it would close a socket to which others still connect.
     validate_transport(transport, chosen)
     shares_a_gpu = chosen.type == "cuda" and requested is not None and torch.device(requested).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
@@ -277,12 +277,12 @@ def open_group(
     Args:
         store: The store of these ranks.
         placement: This rank's place among them.
-        device: Where gradients are.
-        transport: As for `init`.
-        speaks_nccl: The group gets NCCL, too.
-        is_for_all: The group has all ranks. False: with shared memory no group is made, because the group would define
-            the numbering of ranks.
-        timeout_s: Deadline for the arrival of the others, and of all calls.
+        device: The device of the gradients.
+        transport: As in `init`.
+        speaks_nccl: The group also gets NCCL.
+        is_for_all: The group has all ranks. False: with shared memory no torch group is made, because torch would take
+            it for the default group of all ranks.
+        timeout_s: Deadline for the arrival of the other ranks, and for each call.
     """
     shared: SharedMemoryTransport | None = None
     is_ours = device.type == "cpu" and transport != "gloo"
@@ -320,7 +320,7 @@ def transports_of(
 
 
 def _complete(placement: Placement, transports: Transports, device: torch.device) -> Placement:
-    """Add to a placement which ranks share a node; refuse a GPU that was given to two ranks.
+    """Add to a placement which ranks share a node; refuse a GPU that two ranks use as their own.
 
     Only torchrun says reliably which ranks share a node.
 
@@ -350,7 +350,7 @@ def make_reproducible(world: World, *, num_virtual_ranks: int, threads: int) -> 
     Collective. Rank 0 warns if the ranks' processors or libraries differ.
 
     Raises:
-        ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all of them.
+        ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all ranks.
     """
     assert world.seed is not None
     validate_division(num_virtual_ranks, world.world_size)
@@ -385,16 +385,16 @@ def _announce(world: World, *, quiet: bool) -> None:
         mode = f"{world.virtual_ranks.num_virtual_ranks} virtual ranks"
         if placement.announced is None:
             line += f", {mode}"
-        else:  # the launcher didn't know the mode, and printed its own number of threads
+        else:  # the launcher didn't know of reproducible mode, and has printed another number of threads
             threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
             line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
     elif known == placement.announced and world.transport_name == _usual_transport(world):
-        return  # the launcher has printed the rest
+        return  # the launcher has printed the rest of the line
     say(line)
 
 
 def _usual_transport(world: World) -> str:
-    """The transport of such a world if it is available, and if no argument asks for another."""
+    """The transport that such a world gets by default, if it is available."""
     if world.world_size == 1:
         return "local"
     if world.device.type == "cuda":
@@ -405,7 +405,7 @@ def _usual_transport(world: World) -> str:
 
 
 def _has_own_nccl(world: World) -> bool:
-    """Whether `init` made NCCL's groups, and so has to end them."""
+    """Whether `init` made NCCL's process groups, and so has to end them."""
     return world.transport_name == "nccl" and world._adopted_group is None
 
 
@@ -435,10 +435,10 @@ def _explain_rendezvous(placement: Placement, error: Exception) -> str:
 
 
 def _disown() -> None:
-    """Keep a forked child from ending its parent's world, and from reporting that this world has ended.
+    """Keep a forked child from ending its parent's world, and from reporting that it has ended.
 
-    The child may not collect the parent's garbage either, or release its groups at the end: both would wait for threads
-    that the child doesn't have.
+    The child must not collect the parent's garbage either, or release its process groups at the end: both would wait
+    for threads that the child doesn't have.
     """
     gc.freeze()
     keep_groups()

@@ -2,7 +2,7 @@
 
 A `World` is made by `init` (launched ranks, or one process alone), by `World.from_process_group` (a script that made
 its group itself), or by `World.alone`. It holds two transports: `transport` carries gradients, `control` carries
-everything else, so that the order of calls in one never depends on the other.
+everything else, so that the order of calls over one never depends on the other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-# Imported while a group exists (by dynamo, with the first AdamW), its functions keep that group as their default
-# argument, and Gloo's threads live on when python ends: one that drops a tensor then aborts the process.
+# Import it before any group exists: later (dynamo imports it with the first AdamW) its functions would hold the group
+# as their default argument, and Gloo's threads would still run when python ends. A thread that drops a tensor then
+# aborts the process.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
@@ -55,40 +56,41 @@ from evenstep.transport.local import LocalTransport
 Item = TypeVar("Item")
 
 DEFAULT_TIMEOUT_S = 600.0
-LONGEST_TIMEOUT_S = 1e9  # the limits are torch's 64 bits of milliseconds, and python's timedelta
+LONGEST_TIMEOUT_S = 1e9  # limited by torch's 64 bits of milliseconds, and by python's timedelta
 _current: World | None = None
 _made_for = ""  # the constructor that made or adopted the current world, because `init` hadn't been called
 
 
 class World:
-    """All ranks of a run as one of them sees them. Made by `evenstep.init`, not by calling the class.
+    """The ranks of a run, and this rank's place among them. `evenstep.init` makes it.
 
     Attributes:
         rank: This rank, 0 to world_size - 1.
         world_size: Number of ranks.
-        local_rank, local_world_size: This rank among those of its node, and how many they are.
-        node_rank, num_nodes: This node among all nodes, and how many they are.
+        local_rank, local_world_size: This rank's number among the ranks of its node, and their number.
+        node_rank, num_nodes: This node's number, and the number of nodes.
         device: The device of this rank's model and batches.
-        seed: What `init` was given. Loaders made without a seed derive theirs from it; a script that chooses its seed
-            later sets it, to the same value on every rank.
+        seed: The seed given to `init`. Loaders without a seed derive theirs from it. A script that chooses its seed
+            later sets this, to the same value on every rank.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
         telemetry: The times of steps, by phase: of models wrapped in this world, or in a group of it.
-        why_gloo: Why CPU ranks use Gloo although shared memory was wanted; else None.
+        why_gloo: Why CPU ranks use Gloo although shared memory was preferred; else None.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         store: The rendezvous store of the ranks: small texts by key. None in a world of one.
-        is_closed: `close` has been called: only the store is still open.
-        ended_at: The line of the user's code that closed it: the call, or the `with` block; "" until then.
-        channels: Transports beside the first two; closed with the world.
-        num_orders: Loaders with a random order that took their seed from this world; each has its own order.
-        has_diverged: The random streams are no longer changed here: every rank draws its own numbers, or, in an adopted
-            world, the streams stay the script's.
+        is_closed: Whether `close` has been called, so that only the store is still open.
+        ended_at: The line of the user's code that closed the world: the call, or the `with` block; "" until then.
+        channels: Transports in addition to the first two; closed with the world.
+        num_orders: Number of loaders with a random order that took their seed from this world; each has its own order.
+        has_diverged: Whether evenstep no longer changes the random streams: every rank draws its own numbers or, in an
+            adopted world, the streams are the script's.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
-        stop_reason: Why this rank shall stop: "SIGTERM", "request_stop()"; None until then.
+        stop_reason: Why this rank must stop, such as "SIGTERM" or "request_stop()"; None: it needn't.
         mesh: torch's mesh of the ranks, with named dimensions; None: every rank has its own samples.
         data_parallel: The world of the ranks that have the same part of the model and different samples: those along
             "replicate" and "shard". Without a mesh this world itself.
-        model_ranks: The world of the ranks that have parts of the same layers: all but those along "pipeline".
+        model_ranks: The world of the ranks that have parts of the same layers: ranks with the same place along
+            "pipeline".
     """
 
     def __init__(
@@ -119,7 +121,8 @@ class World:
         self.is_closed, self.ended_at = False, ""
         self.channels: list[Transport] = []
         self.num_orders = 0
-        # Weak, so that the group ends when the script destroys it: see the import of torch.distributed.nn above.
+        # A weak reference, so that the group ends when the script destroys it: see the import of torch.distributed.nn
+        # above.
         self._adopted_group: weakref.ref[dist.ProcessGroup] | None = None
         self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
@@ -144,11 +147,11 @@ class World:
         No process group is made and no port is opened.
 
         Args:
-            device: Where to compute; None: the first GPU if there is one, else the CPU.
+            device: The device of the rank; None: the first GPU if there is one, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
 
         Raises:
-            ConfigurationError: No such device, or no such seed.
+            ConfigurationError: There is no such device, or the seed is invalid.
         """
         randomness.validate_seed("World.alone", seed)
         chosen = choose_device(device, Placement(), num_gpus=torch.cuda.device_count())
@@ -169,16 +172,16 @@ class World:
     ) -> World:
         """Adopt a process group that a script made itself.
 
-        Collective: every rank of the group calls this, or makes an object that needs the current world. The group stays
-        the script's: closing the world doesn't destroy the group.
+        Collective: every rank of the group calls this, or makes an object that needs the current world. The script
+        still owns the group: closing the world doesn't destroy it.
 
         Args:
-            device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
+            device: The device of this rank; None: the current CUDA device if the group has NCCL, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
-            transport: As for `evenstep.init`.
-            timeout_s: As for `evenstep.init`.
-            group: The group; None: the default one, with all ranks.
-            mesh: As for `evenstep.init`; only with the default group. The new world then becomes the current one, if
+            transport: As in `evenstep.init`.
+            timeout_s: As in `evenstep.init`.
+            group: The group; None: the default group, with all ranks.
+            mesh: As in `evenstep.init`; only with the default group. The new world then becomes the current world, if
                 there is none yet.
 
         Raises:
@@ -224,7 +227,7 @@ class World:
                 world.close()
                 raise
             if initialised() is None:
-                set_current(world)  # else the next user of the world adopts the group again, without the mesh
+                set_current(world)  # else the next constructor would adopt the group again, without the mesh
         return world
 
     # ------------------------------------------------------------------ identity
@@ -252,7 +255,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints, logs and writes."""
+        """Whether this is rank 0, which prints, logs and writes."""
         return self.rank == 0
 
     @property
@@ -277,14 +280,14 @@ class World:
 
         Raises:
             UsageError: This rank isn't in the group.
-            ConfigurationError: It is no group.
+            ConfigurationError: `group` isn't a process group.
         """
         validate_group("process_group", group)
         if group is None or group is self.process_group:
             return self
         if group not in self._of_groups:
-            # The ranks of a group may all be on different nodes. So the transport is left open: shared memory is used
-            # if they share a node.
+            # The ranks of a group may all be on different nodes. So no transport is requested: shared memory is used if
+            # they share a node.
             requested = None if self._requested_transport == "shared memory" else self._requested_transport
             world = World.from_process_group(
                 device=self.device,
@@ -306,11 +309,11 @@ class World:
         Collective. Called once, before any object is made in this world.
 
         Args:
-            mesh: As for `evenstep.init`.
+            mesh: As in `evenstep.init`.
             what: The function and the argument, for messages.
 
         Raises:
-            ConfigurationError: The mesh doesn't fit these ranks. Raised on all of them.
+            ConfigurationError: The mesh doesn't fit these ranks. Raised on all ranks.
         """
         sizes = validate_mesh(what, mesh)
         assert sizes is not None
@@ -321,10 +324,10 @@ class World:
         self.model_ranks.data_parallel = self.data_parallel
 
     def along(self, *names: str) -> World:
-        """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective.
+        """The world of the ranks that differ from this rank only along some dimensions of the mesh. Collective.
 
         Args:
-            names: The dimensions; one that the mesh lacks counts as of size 1.
+            names: The dimensions; a dimension that the mesh lacks has size 1.
         """
         assert self.mesh is not None
         ranks, group = group_along(self.mesh, names)
@@ -343,15 +346,15 @@ class World:
     # ------------------------------------------------------------------ random streams: see [Note: replicas' draws]
 
     def diverge_random_streams(self) -> None:
-        """Let every rank but 0 draw its own random numbers from now on. Happens once, and not in reproducible mode.
+        """Make every rank except 0 draw its own random numbers from now on. Happens once, and not in reproducible mode.
 
-        In an adopted world this does nothing: its streams are the script's.
+        In an adopted world this does nothing: the streams are the script's.
         """
         if self.has_diverged or self.virtual_ranks is not None:
             return
         self.has_diverged = True
         if self.is_initialised and not (self._part_of is not None and self._part_of.has_diverged):
-            # On a mesh, ranks outside of this part draw other numbers, too, such as replicas that step independently.
+            # On a mesh, ranks outside of this part, such as replicas that step independently, draw other numbers, too.
             whole = self if self._part_of is None or self._part_of.mesh is None else self._part_of
             randomness.diverge(whole.data_rank)
 
@@ -362,7 +365,7 @@ class World:
 
     @property
     def draws_its_own(self) -> bool:
-        """Whether random streams have diverged, for a model of all ranks or of some. Saved in a checkpoint."""
+        """Whether random streams have diverged, for a model of all ranks or of some ranks. Saved in a checkpoint."""
         return self.is_initialised and any(each.has_diverged for each in (self, *self._of_groups.values()))
 
     @draws_its_own.setter
@@ -374,7 +377,7 @@ class World:
     # ------------------------------------------------------------------ talking to people
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """`print` to standard output on rank 0, nothing elsewhere. For another file there is `world.is_main`."""
+        """`print` to standard output on rank 0; other ranks print nothing. For another file, use `world.is_main`."""
         if self.is_main:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201
 
@@ -391,7 +394,7 @@ class World:
         If the output isn't a terminal, a plain line is printed per interval.
 
         Args:
-            items: What is iterated, on every rank.
+            items: The objects to iterate over, on every rank.
             description: Text before the bar; None: the epoch, if `items` has one.
             total: Number of items; None: `len(items)`, or unknown.
             interval_s: Seconds between two plain lines.
@@ -418,24 +421,24 @@ class World:
         """The weighted mean over ranks: sum(`weight * value`) / sum(`weight`).
 
         Collective: every rank calls this, in the same order, with values of one shape. On a mesh, ranks with the same
-        samples give the same value and weight, so that all samples count equally. Ranks without a loss, such as all
-        stages of a pipeline but the last, give the weight 0.
+        samples pass the same value and weight, so that all samples count equally. Ranks without a loss, such as all
+        stages of a pipeline except the last, pass the weight 0.
 
         Args:
             value: A number, or a tensor of any shape (averaged element by element). Ignored if the weight is 0, even if
                 it is NaN.
-            weight: Samples, tokens or whatever the value was averaged over on this rank; at least 0.
+            weight: Number of samples or tokens over which this rank's value was averaged; at least 0.
 
         Returns:
             A float for a number, else a tensor of `value`'s shape and dtype (float64 for integers and bool). NaN if all
             weights are 0.
 
         Warns:
-            UserWarning: The gradient of a tensor is still to be computed, which its mean has none of. Once for a line.
+            UserWarning: `value` has a gradient that is still to be computed; the mean has none. Once per line of code.
 
         Raises:
             ConfigurationError: The value isn't a real number or tensor, or the weight isn't a number. Raised on the
-                rank that gave it.
+                rank that passed it.
         """
         given, weight = check_mean(value, weight, rank=self.rank)
         if isinstance(value, Tensor) and torch.is_grad_enabled() and has_pending_graph(value):
@@ -447,7 +450,7 @@ class World:
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one after the other along the first dimension, in order of rank.
 
-        Collective: every rank calls this, in the same order. On a mesh, each data rank's tensor comes once.
+        Collective: every rank calls this, in the same order. On a mesh, the result has each data rank's tensor once.
 
         Args:
             tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
@@ -458,7 +461,7 @@ class World:
         Raises:
             MismatchError: The ranks' dtypes differ, or their sizes in other dimensions than the first. Raised on all
                 ranks.
-            ConfigurationError: It isn't a dense tensor.
+            ConfigurationError: `tensor` isn't a dense tensor.
         """
         if self.data_parallel is not self:
             return self.data_parallel.gather(tensor)
@@ -474,32 +477,32 @@ class World:
         Args:
             value: On rank `src`: None, bool, int, float, str, tensors, and lists, tuples and dictionaries of them.
                 Ignored elsewhere.
-            src: The rank whose value counts.
+            src: The rank whose value is sent.
 
         Raises:
-            ConfigurationError: The value holds something else, or `src` isn't a rank. Raised on all ranks.
+            ConfigurationError: The value contains another type, or `src` isn't a rank. Raised on all ranks.
         """
         if not isinstance(src, int) or isinstance(src, bool) or not 0 <= src < self.world_size:
             raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
         return broadcast_value(self.control, value, src)
 
     def exchange(self, value: Any, *, what: str = "an exchange of values") -> list[Any]:
-        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`.
+        """Every rank's value, in order of rank, on every rank. Collective; takes the same types as `broadcast_object`.
 
         Args:
-            value: This rank's.
-            what: Names this exchange in the error that all ranks raise if some are at another exchange.
+            value: This rank's value.
+            what: The name of this exchange, for the error that all ranks raise if some ranks make another exchange.
         """
-        if self.is_closed and self.store is not None:  # for a save at the end
+        if self.is_closed and self.store is not None:  # needed for a save at the end
             store = StoreGather(self.store, self.rank, self.world_size, timeout_s=self.timeout_s)
             return exchange(store, value, what=what)
         is_alone = self.is_closed and self.world_size == 1
         return exchange(LocalTransport() if is_alone else self.control, value, what=what)
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
-        """Let rank 0 run a block first, such as a download; the other ranks follow.
+        """Context in which rank 0 runs the block first, such as a download; the other ranks follow.
 
-        They wait for as long as it takes.
+        They wait as long as that takes.
 
         Collective. Yields whether this is rank 0. If the block fails on rank 0, it isn't run on the others.
 
@@ -530,14 +533,14 @@ class World:
         self._at_end.append(callback)
 
     def cancel_at_end(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Unregister a callback of `at_end`, so that the world no longer keeps it alive. An unknown one is ignored."""
+        """Unregister a callback of `at_end`, so that the world no longer keeps it alive. Ignores unknown callbacks."""
         if callback in self._at_end:
             self._at_end.remove(callback)
 
     def close(self) -> None:
         """Close transports and groups. Local: waits for no other rank. A second call does nothing.
 
-        If something can't be closed, the rest is closed all the same; then the error is raised.
+        If something can't be closed, the rest is closed nevertheless, and then the error is raised.
         """
         global _current
         if self.is_closed:
@@ -574,7 +577,7 @@ class World:
 
 
 def ended_well(error: BaseException | None) -> bool:
-    """Whether a block that ended with `error` ended in good order; `sys.exit(0)` is an orderly end, too."""
+    """Whether a block that ended with `error` has succeeded; `sys.exit(0)` is a success, too."""
     return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
@@ -608,7 +611,7 @@ def _placement_of_one() -> Placement:
     """This process's placement, if no launcher started it as one of several ranks.
 
     Raises:
-        UsageError: It is one of several ranks.
+        UsageError: This process is one of several ranks.
     """
     placement = current_placement()
     if placement.world_size > 1:
@@ -633,11 +636,11 @@ def validate_is_first() -> None:
 
 
 def chosen(world: World | None, what: str) -> World:
-    """The world that was given to a public constructor (`what`); for None, the current one.
+    """The world that was given to a public constructor (`what`); for None, the current world.
 
     Raises:
-        ConfigurationError: It isn't a world.
-        UsageError: It is closed; or as `current`.
+        ConfigurationError: `world` isn't a world.
+        UsageError: The world is closed; also as in `current`.
     """
     if world is None:
         return current(what)
@@ -659,13 +662,13 @@ def identity() -> tuple[int, int]:
 
 
 def set_current(world: World) -> None:
-    """Make a world the one that constructors use; called by `joining.init`."""
+    """Make a world the current one, which constructors use; called by `joining.init`."""
     global _current
     _current = world
 
 
 def initialised() -> World | None:
-    """The current world, if there is one already; never makes or adopts one."""
+    """The current world, or None; never makes or adopts a world."""
     return None if _current is None or _is_stale(_current) else _current
 
 
@@ -676,7 +679,7 @@ def close_abandoned() -> None:
 
 
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Call all in order, even if one raises. Then print all errors but the first, and raise the first."""
+    """Call all functions in order, even if one raises. Then print all errors except the first, and raise the first."""
     failures: list[BaseException] = []
     for call in calls:
         try:

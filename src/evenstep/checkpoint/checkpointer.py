@@ -42,7 +42,7 @@ _SLOW_STEP_S = 0.1
 
 
 class _Stopped(SystemExit):
-    """All ranks have agreed to stop, and a Checkpointer has saved."""
+    """Raised to exit after all ranks have agreed to stop and a Checkpointer has saved."""
 
 
 class Checkpointer:
@@ -70,14 +70,14 @@ class Checkpointer:
         every_steps: Save after every this many steps; None: not by steps.
         every_minutes: Save when this many minutes have passed since the last save; None: not by time.
         keep: Number of newest checkpoints to keep.
-        keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
+        keep_every: Keep checkpoints of multiples of this many steps for good; None: of none.
         best: The name of a metric given to `step` or `save`: a checkpoint is saved and kept when the metric is better
-            than all earlier values. The first save warns if the metric has not been given; if it was never given, the
-            end of the run is an error, after everything is saved.
+            than all earlier values. The first save warns if the metric has not been given. If it was never given, the
+            end of the run raises an error, after everything is saved.
         best_is: "lowest" or "highest".
         local: A directory on each node's own disk, for cheaper copies; its path may differ between nodes. A resume uses
-            the newest step of which the nodes together hold every part, or the newest checkpoint if that is newer; the
-            guide explains how many steps a lost process or node costs. None: there are no copies.
+            the newest step that the nodes together hold in full, or the newest checkpoint if that is newer. The guide
+            explains how many steps a lost process or node costs. None: there are no copies.
         local_every_steps: Write these copies after every this many steps.
         asynchronous: Write in a thread; False: the loop waits until a checkpoint is complete.
         on_save_error: "raise": the next step raises the error; "continue": a line is printed and training continues.
@@ -138,7 +138,7 @@ class Checkpointer:
         self._asynchronous = bool(asynchronous)
         self._pid = os.getpid()
         self.num_steps = 0
-        self._num_apart = 0  # steps since `num_steps` was last increased: may be more than one with LocalSGD
+        self._num_apart = 0  # steps since `num_steps` was last increased; with LocalSGD perhaps several
         self._tier: LocalTier | None = None
         self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
@@ -165,7 +165,7 @@ class Checkpointer:
         """Load the newest good checkpoint; if there is none, start afresh.
 
         Collective. A damaged checkpoint is reported and kept, and the one before it is loaded. With `local`, the newest
-        step may be one of which the nodes together hold every part.
+        step may be one that the nodes together hold in full.
 
         Args:
             strict: False: load what fits, and print what didn't.
@@ -174,8 +174,8 @@ class Checkpointer:
             Steps before the resume: 0 when starting afresh.
 
         Raises:
-            CheckpointError: There are checkpoints but none is good; or the newest good one was saved from other objects
-                (all differences are listed); or a rank can't read one; or another job writes here.
+            CheckpointError: There are checkpoints but none is good; or the newest good checkpoint was saved from other
+                objects (all differences are listed); or a rank can't read a checkpoint; or another job writes here.
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
@@ -205,10 +205,10 @@ class Checkpointer:
     def load(self, step: int, *, strict: bool = True) -> int:
         """Load the checkpoint of one step. Needs no write permission.
 
-        Collective. To train on from there, `discard` the later ones first.
+        Collective. To train on from there, `discard` the later checkpoints first.
 
         Args:
-            step: One of those that `evenstep checkpoint list` shows.
+            step: A step that `evenstep checkpoint list` shows.
             strict: False: load what fits, and print what didn't.
 
         Returns:
@@ -233,7 +233,8 @@ class Checkpointer:
     def discard(self, *, after: int = 0) -> None:
         """Remove the checkpoints of later steps.
 
-        Collective. For a fresh start in a directory that has been used, or for a start from a step that was loaded.
+        Collective. Call it before a fresh start in a directory that has been used, or before training on from a loaded
+        step.
 
         Args:
             after: Checkpoints of later steps are removed; 0: all.
@@ -312,7 +313,7 @@ class Checkpointer:
             metrics: As in `step`.
 
         Raises:
-            CheckpointError: It could not be saved, also with `on_save_error="continue"`.
+            CheckpointError: The save has failed; also raised with `on_save_error="continue"`.
             UsageError: Called in the middle of an accumulation, whose gradients would be lost; or as for `step`.
         """
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
@@ -346,12 +347,13 @@ class Checkpointer:
 
         Called at the end of the world's `with` block if that ends without an error, also by `sys.exit(0)`. Every rank
         calls it. Rank 0 waits for the parts that the other ranks write, and they wait for the checkpoint that rank 0
-        makes of the parts. If another rank has failed this is printed, and that rank's own error ends the run.
+        makes of the parts. If another rank has failed, this rank prints that, and the other rank's own error ends the
+        run.
 
         Does nothing in a process that was forked from the rank.
 
         Raises:
-            CheckpointError: This rank knows that the last save has failed; also with `on_save_error="continue"`.
+            CheckpointError: This rank knows that the last save has failed; also raised with `on_save_error="continue"`.
             UsageError: The metric named by `best` was never given, despite a warning. Everything is saved.
         """
         if self._is_closed or self._is_in_child:
@@ -372,7 +374,7 @@ class Checkpointer:
             )
 
     def _save_rest(self) -> None:
-        """Save what isn't saved yet, and wait for it. Every rank calls it, and no rank waits for another one's call."""
+        """Save if there were steps since the last save, and wait. Every rank calls this, at any time."""
         if self._directory.is_open:
             is_good = self._finish_alone()
             is_apart = any(model.engine.is_apart for model in models_among(self._objects))
@@ -464,7 +466,7 @@ class Checkpointer:
         self._report_failure(failure, raises=raises)
 
     def _finish_all(self) -> None:
-        """Collective: wait for the pending saves, also on the nodes' disks: they are of the step before a load."""
+        """Collective: wait for the pending saves, also on the nodes' disks, before a load changes the objects."""
         self._finish()
         if self._tier is not None:
             self._tier.finish()
@@ -472,8 +474,8 @@ class Checkpointer:
     def _finish_alone(self, *, raises: bool = False) -> bool:
         """Wait for the pending save on this rank, raise or print its failure, and return whether it has succeeded.
 
-        If this rank is at its end and only missed another rank's part, it raises nothing: the other rank's error ends
-        the run, or the other rank has made more steps.
+        If the run ends here and only another rank's part is missing, nothing is raised: the other rank's error ends the
+        run, or the other rank has made more steps.
         """
         failure, by_peer = self._saver.finish_alone()
         self._report_failure(failure, raises=raises, is_only_printed=by_peer)
@@ -564,11 +566,11 @@ class Checkpointer:
     def _begin(self) -> None:
         """Collective, before each step and save: open the directory.
 
-        The first call decides which of its content counts.
+        The first call decides which of the directory's checkpoints count.
         """
         self._refuse_in_child()
         self._open()
-        self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older one in the middle of a run
+        self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older step in the middle of a run
         _validate_local(self._objects)
         if self.world.world_size > 1 and any(model._join_config.enable for model in models_among(self._objects)):
             raise UsageError(
@@ -661,7 +663,7 @@ def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
     """The directory for the argument `local`.
 
     Raises:
-        ConfigurationError: It isn't a directory, or not one for this user; or one of the two arguments is missing.
+        ConfigurationError: `local` isn't a directory that this user can use; or one of the two arguments is missing.
     """
     if local is None and every_steps is None:
         return None
@@ -683,7 +685,7 @@ def _open_storage(directory: Any, *, private: bool, what: str = "directory") -> 
     """The storage for the argument `directory`.
 
     Raises:
-        ConfigurationError: It is neither a path, a URL nor a `Storage`; or `private` can't be used with it.
+        ConfigurationError: `directory` is neither a path, a URL nor a `Storage`; or `private` can't be used with it.
     """
     if isinstance(directory, str | os.PathLike):
         path = os.fspath(directory)
@@ -725,7 +727,7 @@ def _validate_local(objects: Mapping[str, Any]) -> None:
     """Refuse to save a run with local steps unless its `LocalSGD` is among the objects.
 
     Raises:
-        UsageError: The model's `LocalSGD` is missing; or the optimizer of it is among the objects, too.
+        UsageError: The model's `LocalSGD` is missing; or its optimizer is among the objects, too.
     """
     for model in models_among(objects):
         local: Any = model.engine.ending.owner

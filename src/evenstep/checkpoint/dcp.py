@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`: written by torch, read here.
 
-torch's reader unpickles the directory's index, and plain values. This reader accepts in the index only the records of
-torch's writer, and lets torch read each item only as tensors and plain data.
+torch's reader unpickles the directory's index, and plain values. This reader accepts only the records of torch's writer
+in the index, and reads each item with torch's reader of tensors and plain data.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def read(source: str) -> dict[str, Any]:
     """Read a directory that any number of ranks has written.
 
     Raises:
-        CheckpointError: It isn't such a directory, contains more than tensors and plain data, or doesn't match its
-            index.
+        CheckpointError: The directory isn't one of `torch.distributed.checkpoint`, contains more than tensors and plain
+            data, or doesn't match its index.
     """
     place = Path(source)
     try:
@@ -105,10 +105,10 @@ def _layout(name: str) -> torch.layout:
 
 
 def _item(place: Path, name: str, item: Any, stored: list[tuple[Any, Any]]) -> Any:
-    """A value or a tensor, which may consist of several pieces.
+    """Read a value, or a tensor, which may consist of several pieces.
 
     Raises:
-        CheckpointError: It doesn't match the index.
+        CheckpointError: The item doesn't match the index.
     """
     if not hasattr(item, "chunks"):
         if len(stored) != 1:

@@ -28,7 +28,7 @@ from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
-_SEEN_WITHIN_S = 10.0  # until ranks of other nodes see a file: their file system may refresh rarely
+_SEEN_WITHIN_S = 10.0  # time in which ranks of other nodes see a file: their file system may refresh rarely
 _POLL_EVERY_S = 0.1
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
 # Errors that mean damage: something else is in a file's place, or the file is shorter than it was.
@@ -41,7 +41,7 @@ def checkpoints_in(storage: Storage) -> dict[int, str]:
 
 
 def _by_step(folders: list[str]) -> dict[int, str]:
-    """Folders of checkpoints by step; if several have the same step, the last one that was written."""
+    """Folders of checkpoints by step; if several have the same step, the folder that was written last."""
     return {step_of(folder): folder for folder in folders}
 
 
@@ -55,7 +55,7 @@ def sweep(storage: Storage, lock: Lock) -> None:
     """Remove leftovers of killed jobs, and checkpoints that a later save of the same step has replaced.
 
     Raises:
-        LockedError: Another job now has the lock. Its files must not be removed.
+        LockedError: Another job now has the lock. That job's files must not be removed.
     """
     newest = _by_step(lock.manifests)
     for folder in storage.list():
@@ -69,7 +69,7 @@ def sweep(storage: Storage, lock: Lock) -> None:
 
 
 def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
-    """Whether two checkpoints of one step are both good, as far as is known. Damaged ones are kept."""
+    """Whether two checkpoints of one step are both good, as far as is known. Damaged checkpoints are kept."""
     try:
         return not lock.record["damaged"].keys() & {folder, by} and all(
             read_manifest(storage, each) for each in (folder, by)
@@ -79,7 +79,7 @@ def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint differs from what was written; the message names file and tensor."""
+    """A checkpoint differs from the written content; the message names file and tensor."""
 
 
 class UnreadableError(CheckpointError):
@@ -103,8 +103,8 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Read the manifest of a checkpoint, and check its checksum.
 
     Raises:
-        DamagedError: It is damaged.
-        UnreadableError: This process can't read it; a MissingError if it doesn't exist.
+        DamagedError: The manifest is damaged.
+        UnreadableError: This process can't read the manifest; a MissingError if it doesn't exist.
     """
     path = f"{folder}/{manifests.NAME}"
     try:
@@ -177,7 +177,7 @@ class RunDirectory:
 
         def lock_and_list() -> None:
             self._succeed_others()
-            # Shorter than the timeout after which the other ranks give this rank up.
+            # Shorter than the timeout after which the other ranks give up waiting for this rank.
             wait_s = min(_WAIT_FOR_LOCK_S, self._world.timeout_s / 2)
             self._lock = take_lock(self.storage, {"world_size": self._world.world_size}, wait_s=wait_s)
             sweep(self.storage, self._lock)
@@ -225,7 +225,7 @@ class RunDirectory:
             )
 
     def _succeed_others(self) -> None:
-        """Wait for the save of another Checkpointer of this process here, such as an earlier notebook cell's."""
+        """Wait for another Checkpointer of this process that saves here, such as an earlier notebook cell's."""
         for other in list(_open_here):
             if other is not self and other._lock is not None and other.storage.where == self.storage.where:
                 say(f"evenstep: a second Checkpointer on {self.storage.where}: the first one saves nothing more there")
@@ -278,7 +278,7 @@ class RunDirectory:
         self.steps, self.folders = {step: steps[step] for step in folders}, folders
 
     def add_step(self, step: int, folder: str) -> None:
-        """Add a committed checkpoint; rank 0 knows it already."""
+        """Add a committed checkpoint to `steps`; on rank 0 it is there already."""
         self.steps, self.folders = {step: {}, **self.steps}, {**self.folders, step: folder}
 
     def discard(self, after: int) -> None:

@@ -42,10 +42,10 @@ def locate(path: str, step: int | None = None) -> tuple[Storage, str]:
 
     Args:
         path: The directory or the URL of a run, or one checkpoint's own folder.
-        step: Which one; None: the newest.
+        step: The checkpoint's step; None: the newest.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no such checkpoint.
     """
     storage = storage_at(path)
     if step is None and manifests.NAME in storage.list():
@@ -75,14 +75,14 @@ def export(
     """Write a checkpoint's objects to files that other programs read.
 
     The target determines the format. A name that ends in ".safetensors" is one safetensors file. With `max_shard_bytes`
-    it is a directory with pieces and their index, as model hubs expect them; with `as_dcp` it is a directory of
+    the target is a directory with pieces and their index, as model hubs expect them. With `as_dcp` it is a directory of
     `torch.distributed.checkpoint`. Any other name is a file that `torch.load(..., weights_only=True)` can read, without
     numpy's types: arrays become tensors, and numpy numbers become python's.
 
     Args:
         path: The directory of a run, or a checkpoint's folder.
         target: The file or directory to make.
-        step: Which one; None: the newest.
+        step: The checkpoint's step; None: the newest.
         name: The one object to export; None: all objects and the step, or for safetensors the object "model".
         max_shard_bytes: The most bytes of tensors in a piece, unless the piece is a single larger tensor.
         as_dcp: Write a directory of `torch.distributed.checkpoint`.
@@ -91,8 +91,8 @@ def export(
         A line for the user.
 
     Raises:
-        CheckpointError: There is no such checkpoint or object, it is damaged, the target exists or can't be written, or
-            the state can't be put into this format.
+        CheckpointError: There is no such checkpoint or object, the checkpoint is damaged, the target exists or can't be
+            written, or the state can't be put into this format.
     """
     storage, folder = locate(path, step)
     manifest = read_manifest(storage, folder)
@@ -213,18 +213,19 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     """Make a checkpoint from the files of another program.
 
     Args:
-        source: A file of `torch.save`; one that ends in ".safetensors"; a directory with one of those, or with an index
-            and pieces; or a directory of `torch.distributed.checkpoint`.
+        source: A file of `torch.save`; a file that ends in ".safetensors"; a directory with a safetensors file, or with
+            an index and pieces; or a directory of `torch.distributed.checkpoint`.
         path: The directory or the URL of the run to make.
-        name: The file is this object's state; None: it is a dictionary of states, as `export` writes it, or in
-            safetensors the model's.
+        name: The object whose state the file is; None: a file of `torch.save` is a dictionary of states, as `export`
+            writes it, and a safetensors file is the model's state.
         step: The checkpoint's step; None: the file's step, or else 0.
 
     Returns:
         A line for the user.
 
     Raises:
-        CheckpointError: The file can't be read in this way, contains something else, or the directory has checkpoints.
+        CheckpointError: The file can't be read, contains more than tensors and plain data, or the directory has
+            checkpoints.
     """
     content = _read(source)
     if not isinstance(content, dict):
@@ -270,7 +271,7 @@ def _read(source: str) -> Any:
     """The content of a file or a directory of another program.
 
     Raises:
-        CheckpointError: It doesn't exist, or contains more than tensors and plain data.
+        CheckpointError: The source doesn't exist, or contains more than tensors and plain data.
     """
     if _is_safetensors(source):
         return _read_safetensors(Path(source))

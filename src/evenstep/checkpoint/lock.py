@@ -1,9 +1,9 @@
-"""One job per directory: a row of lock files, heartbeats of the highest one, and which manifests count.
+"""One job per directory: numbered lock files, heartbeats of the highest one, and which manifests count.
 
 [Note: the holder of a lock]
 
     lock-00006.json     belongs to a job that is gone; the next job removes it
-    lock-00007.json     the highest number has the directory; its holder rewrites it every `RENEW_EVERY_S`
+    lock-00007.json     the highest number holds the directory; its process rewrites it every `RENEW_EVERY_S`
 
     the process that wrote the highest number           does it hold the lock?
     has released it                                     no
@@ -72,11 +72,11 @@ class LockedError(CheckpointError):
 
 
 class Place(NamedTuple):
-    """The parts of a checkpoint folder's name. For the same step, the larger place is the later one.
+    """The parts of a checkpoint folder's name. Of two places with the same step, the larger is the later one.
 
     Attributes:
         step: Optimizer steps.
-        lock: Number of the lock under which it was written.
+        lock: Number of the lock under which the folder was written.
         save: Number of the save under this lock.
     """
 
@@ -86,7 +86,7 @@ class Place(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The name."""
+        """The folder's name."""
         return f"step-{self.step:07d}-{self.lock:05d}-{self.save}"
 
 
@@ -119,7 +119,7 @@ class Top:
 
     @property
     def damaged(self) -> dict[str, str]:
-        """By folder, the damage that a resume has found."""
+        """The damage that resumes have found, by folder."""
         found = self.record.get("damaged")
         return {str(folder): str(why) for folder, why in found.items()} if isinstance(found, dict) else {}
 
@@ -143,7 +143,7 @@ def read_top(storage: Storage) -> Top:
             break
         try:
             return Top(number, _parsed(storage.read(_name(number), most_bytes=_MAX_BYTES)), names)
-        except FileNotFoundError:  # a higher one was created meanwhile
+        except FileNotFoundError:  # a higher lock was created meanwhile
             if not left:
                 raise
             time.sleep(_POLL_EVERY_S / 10)
@@ -153,12 +153,12 @@ def read_top(storage: Storage) -> Top:
 class Lock:
     """The lock of a directory, held by this process. A daemon thread writes its heartbeats.
 
-    At the latest it is released when it is no longer referenced, or when this process ends in an orderly way.
+    It is released, at the latest, when it is no longer referenced or when this process ends in an orderly way.
 
     Attributes:
-        number: Its number.
+        number: The lock's number.
         manifests: The folders of the checkpoints that were there when it was taken, in the order of their steps.
-        record: Its content.
+        record: The lock file's content.
     """
 
     def __init__(self, storage: Storage, number: int, manifests: list[str], record: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class Lock:
         thread.start()
 
     def note_damaged(self, folder: str, why: str) -> None:
-        """Record the damage of a checkpoint, which is kept from then on."""
+        """Record that a checkpoint is damaged. It is kept from then on."""
         _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
     def note_resume(self, step: int) -> None:
@@ -182,10 +182,10 @@ class Lock:
     def confirm(self) -> None:
         """Check that this process still holds the lock. Called before every change that other jobs can see.
 
-        Writes nothing, so that a save doesn't wait; except that a lock file that was removed is written again.
+        Writes nothing, so that a save doesn't wait, unless the lock file was removed: then it is written again.
 
         Raises:
-            LockedError: Another job has taken the lock, because this one seemed dead.
+            LockedError: Another job has taken the lock, because this job seemed dead.
             OSError: The storage can't be reached.
         """
         top = read_top(self._storage)
@@ -205,7 +205,7 @@ class Lock:
         _write(self._storage, self.number, self.record)
 
     def release(self) -> None:
-        """Release it, if this process still holds it. A second call does nothing."""
+        """Release the lock, if this process still holds it. A second call does nothing."""
         self._release()
 
 
@@ -219,7 +219,7 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
             time has passed, that holder keeps the directory.
 
     Raises:
-        LockedError: Another process has it, or may have it.
+        LockedError: Another process has the lock, or may have it.
         OSError: The storage can't be written to.
     """
     me = {**owner, **_identity(), "key": secrets.token_hex(8)}
@@ -291,7 +291,7 @@ def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
     _write(storage, number, record, manifests=found, damaged=damaged)
     for name in now.names:
         if _LOCK.fullmatch(name) and name != _name(number):
-            with contextlib.suppress(OSError):  # the next one does it
+            with contextlib.suppress(OSError):  # the next job removes it
                 storage.remove(name)
     return Lock(storage, number, found, record)
 

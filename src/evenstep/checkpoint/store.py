@@ -1,7 +1,7 @@
 """`Storage`: the store of checkpoints, with an object store's verbs: put, open, list and remove.
 
-`LocalDirectory` implements them for a directory, `Storage` itself for every store that fsspec supports. A path has one
-or two parts: a folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that both pass.
+`LocalDirectory` implements the verbs for a directory, `Storage` itself for every store that fsspec supports. A path has
+one or two parts: a folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that both pass.
 
 [Note: the guarantees of put]
 
@@ -32,7 +32,7 @@ from evenstep.ground.compat.c_library import libc
 
 Hook = Callable[[str, str], None]
 
-_PART_BYTES = 64 << 20  # of an upload; S3 accepts ten thousand parts
+_PART_BYTES = 64 << 20  # size of an upload's parts; S3 accepts ten thousand parts
 _RANGE_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20  # small enough to be still in the cache for its checksum
 _SEND_BYTES = 4 << 20
@@ -52,7 +52,7 @@ class Reader:
     """An open file.
 
     Attributes:
-        num_bytes: Its length.
+        num_bytes: The file's length.
         chunk_bytes: How much to read at once.
         read_into: Called with an offset and memory: fills the memory with the file's bytes from that offset on. Returns
             their number, which is smaller than the memory only at the file's end.
@@ -92,7 +92,7 @@ class Storage:
         options: fsspec's options for this kind of store, such as `endpoint_url="http://127.0.0.1:9000"`.
 
     Attributes:
-        where: Its name in messages.
+        where: The storage's name in messages.
 
     Raises:
         ConfigurationError: fsspec doesn't know the URL, or the package for it is missing.
@@ -121,7 +121,7 @@ class Storage:
         return f"<{type(self).__name__} {self.where}>"
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of the folders and files here, or of the files of a folder: none if there is no such folder.
+        """Names of the folders and files in this storage, or of the files in a folder; none if there is no such folder.
 
         Never cached. Hidden names are left out: they may belong to the storage.
         """
@@ -131,7 +131,7 @@ class Storage:
         """Write a file, or replace it. Atomic, and durable on return.
 
         Raises:
-            OSError: It can't be written. An existing file is unchanged.
+            OSError: The file can't be written. An existing file is unchanged.
         """
         target, file, buffer = self._path(path), None, bytearray()
         with _as_os_errors(path):
@@ -158,10 +158,10 @@ class Storage:
                 raise
 
     def put_new(self, path: str, content: bytes) -> bool:
-        """Write a file if it doesn't exist. False: it exists. Atomic: only one of several callers gets True.
+        """Write a file if it doesn't exist; returns whether it did. Atomic: only one of several callers succeeds.
 
         Raises:
-            OSError: It can't be written, or this storage doesn't support the condition.
+            OSError: The file can't be written, or this storage doesn't support the condition.
         """
         self._hook("put", path)
         if not self._create(path, content):
@@ -223,7 +223,7 @@ class Storage:
         """Remove leftovers of killed puts: temporary files, and parts of uploads, which cost money."""
         for name in self._names(""):
             if name.startswith(_TEMPORARY):
-                with contextlib.suppress(FileNotFoundError):  # it was in use
+                with contextlib.suppress(FileNotFoundError):  # its writer has finished meanwhile
                     if self.age_s(name) >= _LEFT_AFTER_S:
                         self.remove(name)
         if hasattr(self._files, "call_s3"):  # in other stores such parts are free, and expire by themselves
@@ -254,7 +254,7 @@ class Storage:
                 self._files.pipe_file(target, content, mode="create")
             except FileExistsError:
                 return False
-            except (NotImplementedError, ValueError):  # the client doesn't support it: treat it as one that overwrites
+            except (NotImplementedError, ValueError):  # the client doesn't support it: expect it to overwrite
                 return True
             except OSError as error:  # some servers' refusals differ from Amazon's
                 if error.errno in (errno.EINVAL, errno.EBUSY) and self._files.exists(target):
@@ -371,7 +371,7 @@ class LocalDirectory(Storage):
 
     @contextlib.contextmanager
     def _written(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
-        """Context with a file of a temporary name, which is synced; its folder is synced at the end."""
+        """Context that writes and syncs a file under a temporary name; at the end its folder is synced."""
         target = self._path(path)
         self._make_folder(target.parent)
         temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")

@@ -10,11 +10,13 @@ still writes, its folder's name has the old lock's number.
 [Note: guarantees of local generations]
 
 1. A manifest names bytes that were durable on their nodes before it was posted.
-2. A resume from one gives all ranks the same bits: if nodes differ, one node's bits are used (see `save.commit`).
+2. A resume from a generation gives all ranks the same bits: if nodes differ, one node's bits are used (see
+   `save.commit`).
 3. Nothing durable depends on the nodes' generations, because they may be lost at any time.
 4. A node keeps the newest complete generation until a newer one is complete, or its disk is full.
-5. Ranks wait for a local save only when the next one begins, and a failed local save never ends a run.
-6. Steps after the one from which a later attempt resumed don't count (see [Note: what a lock remembers of the run]).
+5. Ranks wait for a local save only when the next local save begins, and a failed local save never ends a run.
+6. If a later attempt has resumed from a step, later steps of earlier attempts don't count (see [Note: what a lock
+   remembers of the run]).
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def validate_local(local: LocalDirectory) -> None:
     """Refuse a directory in which this user can't have a private folder.
 
     Raises:
-        ConfigurationError: It isn't a directory, or can't be reached; or another user may write to the folder in it.
+        ConfigurationError: The path isn't a directory, or can't be reached; or another user may write to this user's
+            folder in it.
     """
     path, user = _folder_of_user(local.root), os.geteuid()
     try:
@@ -70,7 +73,7 @@ def refuse_inside(local: LocalDirectory, durable: LocalDirectory) -> None:
     """Refuse the directory of the checkpoints, and directories inside it.
 
     Raises:
-        ConfigurationError: It is such a directory.
+        ConfigurationError: `local` is the directory of the checkpoints, or lies inside it.
     """
     path, outer = Path(os.path.realpath(local.root)), Path(os.path.realpath(durable.root))
     if path == outer or outer in path.parents:
@@ -88,7 +91,7 @@ def _try_to_write(storage: LocalDirectory, name: str) -> None:
     """Refuse a directory that can't be written to. A full disk is accepted, because it may have room later.
 
     Raises:
-        ConfigurationError: It can't be written to.
+        ConfigurationError: The directory can't be written to.
     """
     try:
         storage.put(name, [])
@@ -102,10 +105,12 @@ def _try_to_write(storage: LocalDirectory, name: str) -> None:
 
 
 class LocalTier:
-    """A run's generations on the nodes' disks. Collective: every rank makes it, and calls its methods in one order.
+    """A run's generations on the nodes' disks.
+
+    Collective: every rank makes it, and calls its methods in the same order.
 
     Args:
-        local: The directory that was given, on this rank's node.
+        local: The Checkpointer's argument `local`, on this rank's node.
         every_steps: Steps between two generations.
         world: The ranks that take part.
         objects: Objects to save, by name.
@@ -114,7 +119,7 @@ class LocalTier:
 
     Attributes:
         storage: The generations of this node.
-        kept: Folder of the newest complete generation, or of the one that was resumed from; None: there is none.
+        kept: Folder of the newest complete generation, or of the generation that was resumed from; None: there is none.
         reached: Number of steps that the last attempt made, if it is known.
     """
 
@@ -162,7 +167,7 @@ class LocalTier:
         return int(max(self._world.exchange(newest)))
 
     def begin(self) -> None:
-        """Before the first step: remove generations from which this run doesn't continue."""
+        """Called before the first step: remove generations from which this run doesn't continue."""
         # Another rank may already be writing.
         self.remove(lambda folder: folder == self.kept or _order_of(folder)[0] == self._lock_number)
         if self._saver.is_leader:
@@ -175,8 +180,8 @@ class LocalTier:
         Args:
             step: Optimizer steps so far.
             before: Optimizer steps at the previous call.
-            metrics: Numbers to store with it.
-            waits: Return when the save has ended.
+            metrics: Numbers to store with the generation.
+            waits: Return only when the save has ended.
         """
         if self._saver.is_leader:
             self._note_reached(step)
@@ -202,7 +207,7 @@ class LocalTier:
         return -(-self._every_steps // between) * between
 
     def finish(self) -> None:
-        """Collective: wait for the pending save, and remove what it replaces. A failure is printed."""
+        """Collective: wait for the pending save, and remove the generations that it replaces. A failure is printed."""
         if self._saver.writer.is_pending:
             self._end(self._saver.finish())
 
@@ -210,7 +215,7 @@ class LocalTier:
         """Wait for this rank's part of the pending save. Not collective.
 
         Args:
-            removes: A durable checkpoint is newer than all generations: remove them.
+            removes: Remove all generations, because a durable checkpoint is newer.
         """
         if self._saver.writer.is_pending:
             self._end(self._saver.finish_alone()[0])
@@ -226,7 +231,7 @@ class LocalTier:
         self._saver.abandon()
 
     def remove(self, keeps: Callable[[str], bool] = lambda _: False) -> None:
-        """Remove this node's generations, complete or not, with exceptions.
+        """Remove this node's generations, complete or not, except those to keep.
 
         Args:
             keeps: Returns whether a folder stays.
@@ -235,14 +240,14 @@ class LocalTier:
             self._remove(keeps)
 
     def _end(self, failure: str | None) -> None:
-        """After a save: keep it if it is complete; otherwise print the error."""
+        """Called after a save: keep the generation if it is complete; otherwise print the error."""
         if failure is None:
             kept = self.kept = self._saver.folder
             # Another rank may already be writing the next generation.
             self.remove(lambda folder: _order_of(folder) >= _order_of(kept))
             return
         self._num_failed += 1
-        tells = self._num_failed & (self._num_failed - 1) == 0  # the 1st, 2nd, 4th, 8th ...: it may go on for days
+        tells = self._num_failed & (self._num_failed - 1) == 0  # the 1st, 2nd, 4th, 8th ...: saves may fail for days
         if tells and self._world.is_main:
             say(
                 f"evenstep: training continues, but {self._num_failed} of {self._saver.num_saves} local saves have "
@@ -270,8 +275,8 @@ class LocalTier:
         return int(step) if lock == self._lock_number - 1 else 0
 
     def _note_reached(self, step: int) -> None:
-        """Record the number of steps, in every step. The note survives this process, and needn't survive the node."""
-        with contextlib.suppress(OSError):  # it is only used in a message
+        """Record the number of steps, at every step. The note survives this process, and needn't survive the node."""
+        with contextlib.suppress(OSError):  # the note is only used in a message
             descriptor = os.open(self.storage.root / _REACHED, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.write(descriptor, f"{self._lock_number:9} {step:12}\n".encode())

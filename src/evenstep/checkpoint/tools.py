@@ -1,4 +1,4 @@
-"""The sub-commands of `evenstep checkpoint` that read checkpoints: list, show, verify, diff; and unlock."""
+"""The sub-commands list, show, verify, diff and unlock of `evenstep checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from evenstep.errors import CheckpointError
 def list_checkpoints(path: str) -> list[dict[str, Any]]:
     """Information from the manifest of each checkpoint of a run; JSON types.
 
-    Each has "folder", "step" and "state": "good" (nothing but the manifest was read), "damaged" or "unreadable". Good
-    ones have "saved" (seconds since 1970), "ranks", "bytes" and "metrics"; others "why".
+    Each has "folder", "step" and "state": "good" (only the manifest was read), "damaged" or "unreadable". Good
+    checkpoints have "saved" (seconds since 1970), "ranks", "bytes" and "metrics"; others have "why".
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -61,8 +61,8 @@ def list_lines(path: str) -> Iterator[str]:
 def show_checkpoint(path: str, step: int | None) -> dict[str, Any]:
     """The content of a checkpoint's manifest; JSON types.
 
-    For each object: "kind", and "tensors" by name: "dtype", "shape", "parts" (the file and the number of elements of
-    each) or "alias" (the name of the tensor with the same memory).
+    Each object has "kind" and "tensors". Each tensor, by name, has "dtype", "shape", and "parts" (file and number of
+    elements of each) or "alias" (the name of the tensor with the same memory).
     """
     storage, folder = locate(path, step)
     manifest = read_manifest(storage, folder)
@@ -111,10 +111,10 @@ def show_lines(path: str, step: int | None) -> Iterator[str]:
 
 
 def verify(path: str, step: int | None) -> dict[str, list[str]]:
-    """Read every byte of one checkpoint, or of all of a run.
+    """Read every byte of one checkpoint, or of all checkpoints of a run.
 
     Returns:
-        By folder, a line for each problem; empty if there is none.
+        For each folder, a line per problem; empty if there is none.
     """
     storage, folder = locate(path, step)
     is_run = step is None and storage.where == storage_at(path).where
@@ -147,7 +147,7 @@ def unlock(path: str) -> str:
 
     Raises:
         LockedError: That job runs on this host.
-        CheckpointError: There is no such directory.
+        CheckpointError: The directory doesn't exist.
     """
     storage = storage_at(path)
     if isinstance(storage, LocalDirectory) and not storage.root.is_dir():

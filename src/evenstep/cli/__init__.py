@@ -2,9 +2,9 @@
 
 Reading order:
 
-1. `main` finds the command and calls its file, which is imported only then; it prints the user's mistakes. `commands`
-   lists them.
+1. `main` finds the command, imports its file only then, calls it, and prints the user's mistakes. `commands` lists the
+   commands.
 2. `run`, `doctor`, `verify`, `bench`, `estimate`, `convert`, `checkpoint`, `env`: each has a `build_parser()`, and a
    `main(arguments)` that parses, calls the room that does the work, and returns the exit status.
-3. `arguments`: the parser of all of them, which reports a wrong call, and types of arguments.
+3. `arguments`: the class of all commands' parsers, which reports wrong calls, and types of arguments.
 """

@@ -1,4 +1,4 @@
-"""What the commands' parsers share: how a wrong call is reported, and types of arguments."""
+"""The class of all commands' parsers, which reports wrong calls, and types of arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from evenstep.ground.host.named_files import validate_target
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong call like every other mistake of a user: one line, exit status 78.
 
-    It leaves line breaks of descriptions as they are, and doesn't take abbreviations: argparse would look for them
-    among the script's own arguments, too. Files that are to be written are looked at before anything runs.
+    It leaves line breaks of descriptions as they are, and accepts no abbreviations: argparse would look for them among
+    the script's own arguments, too. It checks paths of files to write before anything runs.
     """
 
     _reports: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def add_subparsers(self, **settings: Any) -> Any:
-        """As argparse; `sub_commands` then has their parsers by name."""
+        """As in argparse; `sub_commands` then has the sub-commands' parsers by name."""
         added = super().add_subparsers(**settings)
         self.sub_commands: dict[str, argparse.ArgumentParser] = added.choices
         return added
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self._reports += (option,)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """As argparse; refuses to write where a script lies, or nothing can be written."""
+        """As in argparse; also refuses a file to write if its path is a script, or can't be written to."""
         found, rest = super().parse_known_args(*args, **kwargs)
         taken = [*getattr(found, "scripts", []), getattr(found, "script", None)]
         for option in self._reports:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
-        # argparse names an option by all its spellings.
+        # argparse's message has all spellings of an option.
         message = re.sub(r"--(\w+)(?:/--[\w-]+)+", lambda found: f"--{found[1].replace('_', '-')}", message)
         guess = checks.option_meant(message, self.format_help())
         raise ConfigurationError(f"{message}.{guess} See `{self.prog} --help`.")
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 def number(text: str) -> int:
     """A whole number that is not negative."""
-    if not text.isdecimal():  # which "²" isn't, though a digit
+    if not text.isdecimal():  # "²" is a digit, but not decimal
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(text)
 
@@ -68,17 +68,17 @@ def at_least_1(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1 with commas, as in 1,2,4."""
+    """Whole numbers of at least 1, separated by commas, as in 1,2,4."""
     return tuple(at_least_1(part.strip()) for part in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words with commas, as in EV101,EV204."""
+    """Words separated by commas, as in EV101,EV204."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def size(text: str) -> int:
-    """Bytes: 80G and 80GiB are 80 * 2**30, and 80GB are 80 * 10**9."""
+    """A number of bytes: 80G and 80GiB are 80 * 2**30, and 80GB are 80 * 10**9."""
     parts = re.fullmatch(r"0*([1-9]\d*) *(?:([KMGT])(I?)(B?))?", text.upper(), re.ASCII)
     if parts is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80G, 500MB or 2GiB")
@@ -88,10 +88,10 @@ def size(text: str) -> int:
 
 
 def add_script(parser: argparse.ArgumentParser, *, help: str, rest_help: str) -> None:
-    """Add `script` and `arguments`: all that follows the script, perhaps nothing.
+    """Add the arguments `script` and `arguments`: everything after the script, perhaps nothing.
 
-    The parser must not take abbreviations, which `Parser` doesn't.
+    The parser must accept no abbreviations: `Parser` accepts none.
     """
     parser.add_argument("script", help=help)
-    # Before python 3.13 argparse lists what follows as missing where nothing does.
+    # Before python 3.13 argparse reports `arguments` as missing if nothing follows the script.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=rest_help).required = False

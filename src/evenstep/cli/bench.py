@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         given.insert(0, "run")
     behind: list[str] = []
     if given[0] == "compare" and "--" in given:
-        # argparse would take what follows for more scripts.
+        # argparse would take the arguments after "--" for more scripts.
         at = given.index("--")
         given, behind = given[:at], given[at + 1 :]
     args = parser.parse_args(given)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep bench`."""
+    """The parser of the arguments after `evenstep bench`."""
     parser = Parser(prog="evenstep bench", description=_DESCRIPTION, epilog=_EXAMPLES)
     actions = parser.add_subparsers(title="sub-commands", dest="action", required=True, metavar="sub-command")
     for name, (_, add_arguments, description, text) in _SUBCOMMANDS.items():
@@ -105,7 +105,7 @@ def _add_common(parser: ArgumentParser, *, rounds: int) -> None:
     )
 
 
-_SUBCOMMANDS = {  # carried out by, arguments, description, a few words
+_SUBCOMMANDS = {  # function, arguments, description, summary
     "run": (scaling, _add_run_arguments, _RUN, "how well a script scales, and why not better"),
     "compare": (
         compare,

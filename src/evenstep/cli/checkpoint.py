@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep checkpoint`."""
+    """The parser of the arguments after `evenstep checkpoint`."""
     description = "Look at checkpoints, compare them, exchange them with other programs."
     parser = Parser(prog="evenstep checkpoint", description=description)
     actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="action")

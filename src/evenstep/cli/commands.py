@@ -1,4 +1,4 @@
-"""The list of commands, what a name that is none of them may mean, and the parser of all of them."""
+"""The list of commands, the commands meant by other names, and the parser of all commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import evenstep
 from evenstep.cli.arguments import Parser
 from evenstep.errors import ConfigurationError
 
-COMMANDS = {  # each is a module beside this one, imported when it is called
+COMMANDS = {  # each is a module beside this one, imported when the command is called
     "run": "start a training script on several ranks",
     "doctor": "find the usual mistakes of data-parallel training in a script",
     "verify": "check that a script takes the same steps on any number of ranks, and after a resume",
@@ -19,7 +19,7 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "estimate": "how much memory a rank needs, and which parallelism is enough",
     "env": "print this host's hardware and software, for a bug report",
 }
-_MEANT = {  # what other launchers and tools call it
+_MEANT = {  # names that other launchers and tools use
     **dict.fromkeys(("launch", "torchrun", "start", "exec", "train", "mpiexec", "mpirun", "srun"), "run"),
     **dict.fromkeys(("benchmark", "profile", "measure", "scale"), "bench"),
     **dict.fromkeys(("estimate-memory", "memory", "mem"), "estimate"),
@@ -38,10 +38,10 @@ examined fails; 78 if the command is wrong. `run` and `checkpoint` have more: se
 
 
 def validate_command(name: str) -> None:
-    """Refuse what is no command.
+    """Refuse a name that is no command.
 
     Raises:
-        ConfigurationError: With the command that was meant, perhaps.
+        ConfigurationError: The name is no command; the message may suggest one.
     """
     if name.startswith("-") or name in COMMANDS:
         return
@@ -54,7 +54,7 @@ def validate_command(name: str) -> None:
 
 
 def list_parser() -> Parser:
-    """Lists the commands; each parses its own arguments."""
+    """The parser that lists the commands; each command parses its own arguments."""
     parser = Parser(prog="evenstep", description=evenstep.__doc__, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"evenstep {evenstep.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")

@@ -30,7 +30,7 @@ same; 2 if the script as it was fails under --verify; 78 if the command is wrong
 
 def main(arguments: Sequence[str]) -> int:
     """Convert a script; returns the exit status."""
-    # Unlike other commands, convert may have its own options behind the script: it doesn't run it, as a rule.
+    # Unlike other commands, convert accepts its own options after the script, which it usually doesn't run.
     args, rest = build_parser().parse_known_args(arguments)
     args.arguments = [each for each in rest if each != "--"]
     try:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep convert`."""
+    """The parser of the arguments after `evenstep convert`."""
     parser = Parser(
         prog="evenstep convert",
         description=_DESCRIPTION,

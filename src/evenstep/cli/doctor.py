@@ -1,4 +1,4 @@
-"""`evenstep doctor`: what is wrong with a training script?"""
+"""`evenstep doctor`: finds mistakes in a training script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ before its first step and nothing was found, 78 if the command is wrong, or the 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine a script and print what is wrong with it; returns the exit status."""
+    """Examine a script and print its mistakes; returns the exit status."""
     args = build_parser().parse_args(arguments)
     if args.fix:
         diff = fix(args.script, chosen_rules(args.select, args.ignore))
@@ -77,7 +77,7 @@ class _Explain(argparse.Action):
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep doctor`."""
+    """The parser of the arguments after `evenstep doctor`."""
     parser = Parser(
         prog="evenstep doctor",
         description=_DESCRIPTION,

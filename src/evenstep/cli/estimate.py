@@ -19,12 +19,12 @@ exit status: 0 if it was computed; 2 if the script or the function fails; 78 if 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what a rank needs; returns the exit status."""
+    """Print how much memory a rank needs; returns the exit status."""
     return estimate.run(build_parser().parse_args(arguments))
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep estimate`."""
+    """The parser of the arguments after `evenstep estimate`."""
     parser = Parser(prog="evenstep estimate", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument(
         "--ranks",

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and given[:1] == ["run"]:
             _leave_at_once(status)
         return status
-    # Out here nothing of the launcher is left, and no exception is being handled.
+    # Here the launcher's frames have left the stack, and no exception is being handled.
     from evenstep.cli.run import run_rank
 
     run_rank(arguments)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fill_streams() -> None:
-    """Open stdin, stdout and stderr to nothing where they are closed: a file of ours would get their numbers."""
+    """Open closed stdin, stdout and stderr on /dev/null: else files opened later would get their descriptors."""
     for descriptor in range(3):
         with contextlib.suppress(OSError):
             os.fstat(descriptor)
@@ -55,7 +55,7 @@ def _fill_streams() -> None:
 
 
 def _leave_at_once(status: int) -> NoReturn:
-    """End a launcher whose ranks have all ended. Taking python and torch to pieces takes half a second and more."""
+    """End a launcher whose ranks have all ended, without python's shutdown, which takes half a second or more."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -74,7 +74,7 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
             parser.error(f"{arguments[0]}: a command comes first")
         name, *rest = arguments
         if name != "doctor":
-            _ = evenstep.init  # all of the package, and its backend: scripts in this process count on them
+            _ = evenstep.init  # loads the whole package and its backend: scripts in this process rely on both
         command = importlib.import_module(f"evenstep.cli.{name}")
         if owns_process and sys.stdout is None and name != "run":
             raise ConfigurationError(
@@ -82,23 +82,23 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
             )
         status: int = command.main(rest, **({"may_fork": owns_process} if name == "run" else {}))
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where an error can still be told
+            sys.stdout.flush()  # here, where an error can still be reported
         return status
     except EvenstepError as error:
         if not error.is_users_mistake:
             raise
         console.say(f"evenstep: {error}")
-        # `run` ends with the status of its ranks; the others say so when the script that they were given fails.
+        # `run` ends with the status of its ranks. Other commands have a status of their own for a script that failed.
         return EXIT_SCRIPT_FAILED if isinstance(error, UsageError) and arguments[0] != "run" else error.exit_code
     except OSError as error:
-        # A checkpoint lies on disks that others change, and in stores that fail in ways of their own.
+        # Checkpoints are on disks that others change, and in object stores, which fail in other ways.
         if arguments[0] == "run" or (error.errno not in OF_THE_DISK and arguments[0] != "checkpoint"):
             raise
-        if error.errno != errno.EPIPE:  # else the reader of our output has seen enough
+        if error.errno != errno.EPIPE:  # EPIPE: the reader of our output has seen enough
             where, done = error.filename or "standard output", "written" if error.errno in OF_THE_DISK else "used"
             console.say(f"evenstep: {where} can't be {done}: {error.strerror or error}.")
         if owns_process:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written to it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discards output that is still buffered
         return EXIT_NOT_WRITTEN
     except KeyboardInterrupt:
         console.say("evenstep: interrupted")

@@ -1,4 +1,4 @@
-"""`evenstep run`: start a script on several ranks. Its flags are torchrun's and more: `launcher.options.flags`."""
+"""`evenstep run`: start a script on several ranks. It has torchrun's flags and more: `launcher.options.flags`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def main(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     """Run the command and return its exit status.
 
     Args:
-        arguments: What follows `evenstep run`.
+        arguments: The arguments after `evenstep run`.
         may_fork: Ranks may be forked from this process.
 
     Raises:
-        BecomeRank: In forked ranks; the caller then calls `run_rank`, with nothing else on the stack.
+        BecomeRank: Raised in forked ranks; the caller then calls `run_rank`, with nothing else on the stack.
     """
     return run.run(arguments, may_fork=may_fork)
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of what follows `evenstep run`."""
+    """The parser of the arguments after `evenstep run`."""
     return make_parser()

@@ -33,13 +33,13 @@ is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script several times and print what differs; returns the exit status."""
+    """Run the script several times and print the differences; returns the exit status."""
     args = build_parser().parse_args(arguments)
     return _compare_resumed(args) if args.resume else _compare_ranks(args)
 
 
 def build_parser() -> Parser:
-    """The parser of what follows `evenstep verify`."""
+    """The parser of the arguments after `evenstep verify`."""
     parser = Parser(
         prog="evenstep verify",
         description=_DESCRIPTION,

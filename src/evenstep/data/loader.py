@@ -32,7 +32,7 @@ from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
 _LOADER_TAG = 0x6C6F61646572  # "loader"
-_MOST_ORDERS = 10_000  # loaders of a run, whose states are known
+_MOST_ORDERS = 10_000  # the most loaders of a run whose default seeds are recognised in states
 _STATE_VERSION = 1
 _ADVICE = "Make the same loaders on all ranks, in the same order, from the same data set and with the same arguments."
 
@@ -87,11 +87,11 @@ class DataLoader:
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
         seed: The seed of the order and of random numbers; None: the world's, or 0. Loaders after the first that have a
             random order and no seed derive one from it and their number, so that no two have the same order.
-            `load_state_dict` takes the order of the state.
+            `load_state_dict` restores the order of the saved run.
         world: The ranks that share the data; None: the current world.
         sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. If it has `state_dict` and
             `load_state_dict`, its state is saved with each global batch, and a resume loads that state and draws
-            nothing again. Refused: `DistributedSampler`, because it gives one rank's part.
+            nothing again. `DistributedSampler` is refused, because it gives one rank's part.
         batch_size: Refused, because torch counts it per rank. The message says what to write.
         batch_sampler: Instead of `global_batch_size`, `shuffle`, `sampler` and `drop_last`: gives the global batches.
         generator: Refused, and so are `pin_memory_device` and `in_order=False`.
@@ -108,7 +108,7 @@ class DataLoader:
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
         MismatchError: The data set's length, the batch size, the seed or another argument that the order depends on
-            differs between ranks. Raised on all of them. From the iteration: a stream or a sampler differs between
+            differs between ranks. Raised on all ranks. From the iteration: a stream or a sampler differs between
             processes.
         UsageError: From the iteration: a resumed sampler gives other samples than before.
     """
@@ -194,7 +194,7 @@ class DataLoader:
                 self._make_source()
             except EvenstepError as error:
                 raise ConfigurationError(str(error)) from error.__cause__
-            # Beside the facts that a resume depends on: facts that would make the ranks' samples, or their number,
+            # Compare the facts that a resume depends on, and those that would make the ranks' samples, or their number,
             # differ.
             names = digest_of_names(self.dataset) if isinstance(self._source, SampleSource) else ""
             own = {"sample_seed": bool(sample_seed), "the digest of its file names": names}
@@ -203,26 +203,26 @@ class DataLoader:
         validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
         self._has_own_seed = seed is not None
         if seed is None and self._is_drawn:
-            self.world.num_orders += 1  # here, where all ranks have agreed that the loader exists
+            self.world.num_orders += 1  # not earlier: now all ranks have agreed that the loader exists
         self._source.connect()
         self._users_epochs = Epochs(self.dataset, sampler, batch_sampler, listener=self)
 
     def _make_source(self) -> None:
-        """Make the source, and torch's loader of it, by the present seed. Raises `ConfigurationError`."""
+        """Make the source for the present seed, and torch's loader of it. Raises `ConfigurationError`."""
         self._source = self._choose_source(**self._source_settings)
         self._torch_loader = workers.torch_loader(self._source.fetcher, **self._loader_settings)
 
     @property
     def _is_drawn(self) -> bool:
-        """Whether its order takes random numbers."""
+        """Whether the order is random."""
         has_sampler = self.sampler is not None or self.batch_sampler is not None
         return self.shuffle or has_sampler or isinstance(self.dataset, IterableDataset)
 
     def _seed_of_world(self) -> int:
-        """The world's seed; the second and later loaders with a random order take one that is made of it.
+        """The world's seed; for the second and later loaders with a random order, a seed derived from it.
 
-        With the same seed, two loaders over as many samples each would give them in the same order: always the same
-        pairs of `zip(photos, paintings)`, and the same epoch again from a loader that is made anew in each.
+        With the same seed, two loaders over equally many samples would have the same order: `zip(photos, paintings)`
+        would always give the same pairs, and a loader that is made anew for each epoch would repeat the first.
         """
         return self._seed_of_number(self.world.num_orders if self._is_drawn else 0)
 
@@ -240,7 +240,7 @@ class DataLoader:
         max_tokens: int | None,
         lengths: Any,
     ) -> Source:
-        """Samples or a stream. Raises `ConfigurationError`."""
+        """Make the source of numbered samples, or of a stream. Raises `ConfigurationError`."""
         order: dict[str, Any] = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
         order |= {"max_tokens": max_tokens, "lengths": lengths}
         common: dict[str, Any] = {"num_workers": self.num_workers, "world": self.world}
@@ -322,7 +322,7 @@ class DataLoader:
         self._progress.jump(self._epochs.set(epoch))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the next `num_epochs` epochs. The loader is in that epoch while the caller's loop runs.
+        """Yield the next `num_epochs` epochs. The loader is in the yielded epoch while the caller's loop body runs.
 
         Begins with the first unfinished epoch: 0 in a new loader, even if a first batch was read to inspect it. Inside
         the loop every iteration is of the loop's epoch, also if there are several. In a resumed run, finished epochs
@@ -336,7 +336,7 @@ class DataLoader:
     def commit(self) -> None:
         """Count the yielded batches as consumed, without those that were only read ahead.
 
-        The step of any torch optimizer does this, too.
+        The step of any torch optimizer does the same.
         """
         self._progress.commit()
 
@@ -384,7 +384,7 @@ class DataLoader:
         if is_known and taken != self.seed:
             self.seed = taken
             self._make_source()
-        # For workers of parameter servers, which take batches in any order: the position to continue at, and the
+        # Workers of parameter servers take batches in any order. Their state has the position to continue at, and the
         # finished batches after it.
         batches = state.get("batches") or {"first": None, "done": {}}
         if batches["first"] is not None:
@@ -454,7 +454,7 @@ class DataLoader:
         """Warn of, or refuse, an iteration that continues after a newer one has begun.
 
         Raises:
-            UsageError: The workers of both are the same processes, which serve the newer one.
+            UsageError: Both iterations have the same worker processes, which serve the newer iteration.
         """
         told = f"DataLoader on rank {self.world.rank}: an iteration of this loader continues after a newer one began"
         if self.num_workers and self._torch_loader.persistent_workers:
@@ -484,7 +484,7 @@ class DataLoader:
             [samples seen by all ranks, ...], by number of the sample, on every rank.
 
         Raises:
-            MismatchError: A rank has more or fewer rows than samples. Raised on all of them.
+            MismatchError: A rank has more or fewer rows than samples. Raised on all ranks.
             UsageError: There was no iteration, or the stream is divided by shards and so has no order.
         """
         if self._queue is not None:
@@ -521,7 +521,7 @@ def _validate_queue(queue: Any, dataset: Any, world: World | None) -> None:
     """Raise for arguments that exclude a queue.
 
     Raises:
-        ConfigurationError: It isn't a queue, or another argument needs the batches to be known in advance.
+        ConfigurationError: `queue` isn't a queue, or another argument needs batches that are known in advance.
     """
     if queue is None:
         return
@@ -537,7 +537,7 @@ def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefet
     """Raise for wrong values that torch's loader would accept.
 
     Raises:
-        ConfigurationError: One of them is wrong.
+        ConfigurationError: An argument is wrong.
     """
     for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
         if value is not None:
@@ -580,7 +580,7 @@ def _validate_order(
 
 
 def _sizes(global_batch_size: Any, max_tokens: Any) -> dict[str, int | None]:
-    """Both sizes of a step, one of which may be None: from the script, or from `evenstep bench`."""
+    """`global_batch_size` and `max_tokens` from the script, or instead from `evenstep bench`; one may be None."""
     if global_batch_size is not None:
         global_batch_size = checks.whole("global_batch_size", global_batch_size, least=1)
     if max_tokens is not None:
@@ -618,7 +618,7 @@ def _number_of_samples(dataset: Any) -> int:
     """The number of samples of a data set that numbers them, at least 1.
 
     Raises:
-        ConfigurationError: It doesn't number its samples, or has none.
+        ConfigurationError: The data set doesn't number its samples, or is empty.
     """
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -652,12 +652,12 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
     """Check a loader's state; returns its position, and the epoch with which the run began.
 
     Args:
-        state: What was given.
-        facts: What is known of this loader's source.
+        state: The given state.
+        facts: The facts of this loader's source.
         may_resize: Global batches may have another size.
 
     Raises:
-        ConfigurationError: It isn't a state of this loader; the message names all differences.
+        ConfigurationError: The state isn't one of this loader; the message names all differences.
     """
     where = "DataLoader.load_state_dict"
     if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:

@@ -3,7 +3,7 @@
 A loader yields a batch; some lines later an optimizer steps. Only then are its samples consumed: a state that is saved
 in between belongs to a model that has not used them. With accumulation several batches wait for one step. So each
 loader stores the end positions of the batches that it yielded, and the step of any torch optimizer commits the used
-ones, through the hook that torch calls after every step. Batches that were only prefetched aren't counted.
+batches, through the hook that torch calls after every step. Batches that were only prefetched aren't counted.
 
 [Note: consumers that read ahead]
 
@@ -46,17 +46,17 @@ from evenstep.ground.computing.pytrees import tensors_in
 from evenstep.ground.health.users_code import warn
 from evenstep.replica.batches import input_watchers
 
-_MOST_WAITING = 256  # batches that may wait for a step; more are dropped, oldest first: evaluation has no steps
-_MOST_TENSORS = 16  # of a batch, or of a model's inputs, that are compared
+_MOST_WAITING = 256  # the most batches that wait for a step; older ones are dropped: evaluation has no steps
+_MOST_TENSORS = 16  # the most tensors of a batch, or of a model's inputs, that are compared
 
 
 class Mark(NamedTuple):
-    """A place in the course of training.
+    """A position in training.
 
     Attributes:
         epoch: Number of the epoch.
-        position: Samples of it that all ranks together have consumed.
-        state: What this rank needs beside the position to continue there, such as the state of its stream; often None.
+        position: Samples of the epoch that all ranks together have consumed.
+        state: This rank's state at the position, such as the state of its stream; often None.
         drawn: If a sampler of the script gives the order: "step", the number of steps up to the position; "digest", the
             digest of the indices drawn; "state", the sampler's own state, if it has one; "ended", whether that state is
             from the end of an epoch.
@@ -74,7 +74,7 @@ class _Piece(NamedTuple):
     Attributes:
         storage: The whole storage, which tensors of other batches may share. Keeps no memory alive.
         begin: Address of the tensor's first byte.
-        end: Address after its last.
+        end: Address after the tensor's last byte.
     """
 
     storage: StorageWeakRef
@@ -87,8 +87,8 @@ class _Waiting(NamedTuple):
 
     Attributes:
         number: The batch's number in its iteration, counted from 1.
-        end: The position at its end.
-        pieces: The memory of its first tensors.
+        end: The position at the batch's end.
+        pieces: The memory of the batch's first tensors.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Progress:
         self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
         self._num_yielded = 0
         self._newest_given: int | None = None  # number of the newest batch that a model was given since the last step
-        self._num_ahead = 0  # how many batches the consumer had read after the one that it used
+        self._num_ahead = 0  # batches that the consumer had read after the batch that it used
         self._commits_at_start = self._num_commits
         self._was_recognised = self._is_over = False
         self._yielded_at_step = 0
@@ -120,12 +120,12 @@ class Progress:
         input_watchers.discard(self)
 
     def start(self) -> None:
-        """An iteration begins; batches that wait for a step are dropped."""
+        """Called when an iteration begins: drop the batches that wait for a step."""
         _follow(self)
         self._begin_anew()
 
     def add(self, end: Mark, batch: Any) -> None:
-        """A batch is yielded; `end` is the position at its end."""
+        """Called when a batch is yielded; `end` is the position at its end."""
         self._num_yielded += 1
         self._waiting.append(_Waiting(self._num_yielded, end, tuple(_pieces(batch))))
         self._watch()
@@ -136,10 +136,10 @@ class Progress:
         return self._num_commits > self._commits_at_start
 
     def end(self, mark: Mark) -> None:
-        """The epoch has ended; `mark` is the beginning of the next.
+        """Called when the epoch has ended; `mark` is the beginning of the next.
 
-        If no optimizer has stepped since the epoch's beginning, nothing is trained here, and the epoch counts as used.
-        A later step corrects that if the consumer has read the whole epoch ahead.
+        If no optimizer has stepped since the epoch's beginning, the epoch isn't used for training, and counts as used.
+        If the consumer has only read the whole epoch ahead, a later step corrects that.
         """
         if not (self._waiting and self.trains):
             self.committed = mark
@@ -165,7 +165,7 @@ class Progress:
         self._watch()
 
     def see(self, inputs: Any) -> None:
-        """A wrapped model is given `inputs`, for training."""
+        """Called when a wrapped model gets `inputs`, for training."""
         given = list(_pieces(inputs))
         for waiting in reversed(self._waiting):
             if any(_lies_in(piece, own) for piece in given for own in waiting.pieces):
@@ -174,14 +174,14 @@ class Progress:
                 return
 
     def _watch(self) -> None:
-        """Check the inputs of models while the next batch to be used isn't certain to be the last yielded one."""
+        """Check the inputs of models while the next batch to be used may differ from the last yielded batch."""
         if len(self._waiting) > (0 if self._num_ahead else 1):
             input_watchers.add(self)
         else:
             input_watchers.discard(self)
 
     def _note_gap(self) -> None:
-        """Warn of a consumer that read ahead, which can be seen at the epoch's end.
+        """Warn at the epoch's end if its steps show that the consumer read ahead.
 
         Such a consumer read more batches before the first step than before any later step, and a step after the last
         batch had no batch left to use. (A last step of an unfinished accumulation, after the epoch, uses batches that
@@ -207,7 +207,7 @@ _is_registered = False
 
 
 def _follow(progress: Progress) -> None:
-    """Let the steps of all optimizers commit `progress`, as long as that object lives."""
+    """Make the steps of all optimizers commit `progress`, as long as that object lives."""
     global _is_registered
     _followed.add(progress)
     if not _is_registered:
@@ -245,7 +245,7 @@ class EpochCounter:
         self._in_loop = False
         self._has_looped = False
         self._resumed = Mark()
-        self.waits: Mark | None = None  # where a resumed run continues, until it has continued
+        self.waits: Mark | None = None  # position at which a resumed run will continue; None once it has continued
 
     def set(self, epoch: int) -> Mark:
         """Begin the next iteration and the next loop with `epoch`; returns the position in it."""

@@ -29,14 +29,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
     memory doesn't grow with the data set.
 
     Call `set_epoch` before each epoch; forgetting it gives every epoch the same order, and rank 0 warns when the second
-    one begins.
+    epoch begins.
 
     Args:
         dataset: Anything with a length.
         num_replicas: Number of ranks; None: the current world's, which is read without a collective.
         rank: This rank; None: the current world's.
         shuffle: A new order each epoch; False: the data set's own.
-        seed: The same on all ranks.
+        seed: The seed of the order; the same on all ranks.
         drop_last: Leave out the last samples instead of repeating the first.
         pad: False: no sample is repeated. Some ranks then have one sample less: use it with
             `DistributedDataParallel.join`.
@@ -80,7 +80,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         # Counts the indices that the latest iteration has yielded, without python code per index: all up to the end of
         # a chunk, less those left in the chunk's list iterator.
         self._yielded: tuple[int, Iterator[int]] = (0, iter(()))
-        self._has_ended = False  # the latest iteration
+        self._has_ended = False  # whether the latest iteration has ended
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next iteration's epoch. An epoch that was interrupted before a resume continues at its position.
@@ -98,8 +98,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """The position of training, valid for any number of ranks.
 
         It is equal on all ranks after their loops have ended, and whenever they have used equally many samples: read it
-        then. In between, ranks with different counts have different positions. Once this rank's iterator has ended, it
-        is the data set's size, also if this rank had one sample less than others.
+        then. In between, ranks with different counts have different positions. Once this rank's iterator has ended, the
+        position is the data set's size, even if this rank had one sample less than others.
 
         Args:
             consumed: Samples of the epoch that this rank has used since its iteration began. None: the samples that

@@ -34,8 +34,7 @@ def launch(
     script, call this under `if __name__ == "__main__":`. A function typed into a notebook needs
     `pip install 'evenstep[notebook]'`.
 
-    The processes end with the call. They also end with the process (and thread) that made the call, in whatever way it
-    ends.
+    The processes end with the call. They also end with the process (and thread) that made the call, however it ends.
 
     Args:
         fn: The function that every rank runs; it calls `evenstep.init()` to get its rank.
@@ -52,8 +51,8 @@ def launch(
         ConfigurationError: An argument is wrong, or `fn` can't be sent; nothing ran.
         RankFailedError: A rank was killed, or ended without an exception that could be sent.
         CollectiveTimeoutError: The ranks were not done in time.
-        Exception: The exception of the rank that failed first; its traceback is the cause, its rank a note. No rank is
-            left running. A user's mistake that isn't caught ends the process with one message and the status of
+        Exception: The exception of the rank that failed first; the cause has its traceback, and a note has the rank. No
+            rank is left running. A user's mistake that isn't caught ends the process with one message and the status of
             `evenstep run`.
     """
     if not callable(fn):

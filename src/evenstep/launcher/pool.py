@@ -1,9 +1,9 @@
-"""A group of rank processes on this host that run functions: one after the other, on all ranks at once.
+"""A group of rank processes on this host that run functions, one after the other, each on all ranks at once.
 
 RankGroup(2)     two processes are started and wait
-run(fn, args)    each rank calls fn(*args); the results come back, or the first failure's exception is raised
+run(fn, args)    each rank calls fn(*args); returns the results, or raises the first failure's exception
 run(...)         the same processes again
-close()          they end; a failed task ends them too
+close()          the processes end; a failed task ends them, too
 
 WAITING --run--> RUNNING --all answered--> WAITING
                  RUNNING --one failed, or too late--> CLOSED
@@ -44,8 +44,8 @@ Answers = dict[int, Answer | Exit]
 """By rank; an `Exit` of one that died without an answer."""
 
 
-# A signal that comes just before the parent sleeps doesn't wake it, so an interrupt would take effect only when a rank
-# answers. So the parent sleeps in short intervals.
+# The parent sleeps in short intervals: a signal that comes just before it sleeps doesn't wake it, and an interrupt
+# would take effect only when a rank answers.
 _POLL_EVERY_S = 0.5
 _STACK_S = 0.5
 
@@ -64,16 +64,16 @@ class _Rank:
 
 
 class RankGroup:
-    """Processes of this host, one per rank, that are kept between tasks. Linux.
+    """Processes of this host, one per rank, that persist between tasks. Linux.
 
     The processes die with the thread that made the group, so make it where it is used.
 
     Args:
-        num_ranks: How many; at least 1.
+        num_ranks: The number of ranks, at least 1.
         num_threads: Threads of each rank's CPU operations.
         device: Default device of `evenstep.init` in the ranks; None: GPUs if there are any.
         policy: How ranks are stopped.
-        servers: How many of the last ranks are parameter servers.
+        servers: The number of parameter servers, which are the last ranks.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RankGroup:
                 self._start(rank, num_threads, device)
             self._guard = Guard(self.pids)
         except BaseException:
-            self._stop()  # they are importing torch, and would notice the closed pipe only afterwards
+            self._stop()  # ranks that import torch would notice the closed pipe only afterwards
             raise
 
     def __repr__(self) -> str:
@@ -132,14 +132,14 @@ class RankGroup:
         """Call `fn(*args, **kwargs)` on every rank at once.
 
         Args:
-            fn: A function of an importable module; others need cloudpickle.
-            args: Its arguments, equal on all ranks.
-            kwargs: Its keyword arguments.
+            fn: A function of an importable module; other functions need cloudpickle.
+            args: The function's arguments, equal on all ranks.
+            kwargs: The function's keyword arguments.
             timeout_s: Seconds until the ranks are stopped; None: no limit.
-            results: "all", or "first" to fetch only rank 0's.
+            results: "all", or "first" to fetch only rank 0's result.
 
         Returns:
-            The ranks' results, in order of rank; with "first" only rank 0's.
+            The ranks' results, in order of rank; with "first" only rank 0's result.
 
         Raises:
             ConfigurationError: The call can't be sent; the group can still be used.
@@ -153,7 +153,7 @@ class RankGroup:
         preparation = None
         if self._num_tasks == 0:
             preparation = spawn.get_preparation_data("evenstep rank")
-            for name in ("authkey", "start_method"):  # can't be sent, and a script's rank doesn't have them
+            for name in ("authkey", "start_method"):  # these can't be sent, and a script's rank doesn't have them
                 del preparation[name]
         self._num_tasks += 1
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -161,7 +161,7 @@ class RankGroup:
         try:
             for index, rank in enumerate(self._ranks):
                 task = Task(call, wants_result=results == "all" or index == 0, preparation=preparation)
-                # A rank that is already dead is noticed, with its signal, when the answers are awaited.
+                # If a rank is already dead, `_await_answers` notices it, with its signal.
                 with contextlib.suppress(OSError):
                     rank.connection.send(task)
             self._await_answers(answers, deadline)
@@ -206,7 +206,8 @@ class RankGroup:
         python, *options = spawn.get_command_line()  # with the options of this interpreter
         command = [python, *options[: options.index("-c")], "-u", WORKER, str(os.getpid()), "function"]
         try:
-            # Close this copy: while the parent has it the end of the rank's end of the pipe would never be noticed.
+            # Close this copy of the rank's end of the pipe: otherwise the parent would never notice that the rank has
+            # closed it.
             with theirs, environment.exported(variables):
                 process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
@@ -216,13 +217,13 @@ class RankGroup:
                 )
             self._ranks.append(_Rank(Child(process.pid, reap=process.poll), ours))
         except BaseException:
-            ours.close()  # after an interrupt this ends a rank that isn't recorded yet
+            ours.close()  # after an interrupt, this ends a rank that isn't recorded yet
             raise
 
     # ------------------------------------------------------------------ answers
 
     def _await_answers(self, answers: Answers, deadline: float, *, stop_early: bool = True) -> None:
-        """Collect until all ranks have answered or died, one has failed, or the deadline has passed."""
+        """Collect answers until all ranks have answered or died, one has failed, or the deadline has passed."""
         while pending := {index: rank for index, rank in enumerate(self._ranks) if index not in answers}:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or (stop_early and _exits(answers)):
@@ -263,13 +264,13 @@ class RankGroup:
         report = answer.report
         remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{report.traceback}")
         error: BaseException | None = None
-        with contextlib.suppress(Exception):  # nothing was sent, or its class exists only in the ranks
+        with contextlib.suppress(Exception):  # no exception was sent, or its class exists only in the ranks
             error = pickle.loads(answer.value or b"")
         if error is None:
             message = f"{who} of {self.num_ranks} failed: {report.summary}"
             error = RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         if hasattr(error, "add_note"):  # python 3.11 and later
-            _, at, where = report.traceback.rpartition("\n  at ")  # of a user's mistake
+            _, at, where = report.traceback.rpartition("\n  at ")  # a user's mistake names its place
             error.add_note(f"raised on {who} of {self.num_ranks}" + (f", at {where}" if at else ""))
         raise error from remote
 
@@ -314,7 +315,7 @@ def _reports(answers: Answers) -> list[CrashReport]:
 
 
 def _exits(answers: Answers) -> list[Exit]:
-    """The exits of ranks that have failed."""
+    """The ends of ranks that have failed."""
     raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in _reports(answers)]
     return raised + [each for each in answers.values() if isinstance(each, Exit)]
 

@@ -54,15 +54,16 @@ from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
-    """Run a command line and return the exit status: the root cause's, or 128 plus the signal that stopped the run.
+    """Run a command line; returns the exit status: the root cause's, or 128 plus the signal that stopped the run.
 
     Args:
         arguments: The arguments of `evenstep run`.
-        may_fork: Ranks may be forked from this process, and the caller doesn't catch `BecomeRank`.
+        may_fork: Whether ranks may be forked from this process; no caller may then catch `BecomeRank` before
+            `cli.main`.
 
     Raises:
         ConfigurationError: The command is wrong; no rank was started.
-        BecomeRank: In the ranks.
+        BecomeRank: Raised in forked ranks.
     """
     args = parse(arguments)
     _check_target(args)
@@ -99,12 +100,11 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     if plan.remark:
         say(f"evenstep: {plan.remark}")
     if args.inject is not None:
-        # Imported by name, because no module may depend on `testing`. Parse it here, so that a mistake is reported
-        # once.
+        # Import by name, because no module may depend on `testing`. Parse here, so that a mistake is reported once.
         faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
         num_ranks = most * plan.num_ranks
         beyond = [fault.rank for fault in faults if fault.rank >= num_ranks]
-        if beyond:  # else a run without a fault would look like one that has survived it
+        if beyond:  # else a run without a fault would look like a run that has survived the fault
             raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
     choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
@@ -140,7 +140,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
 
 
 class _Run:
-    """One run, from its first attempt to its status."""
+    """One run, from its first attempt to its exit status."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Run:
         self._agent: RankAgent | None = None
 
     def execute(self) -> int:
-        """Start the ranks and stay until they have ended."""
+        """Start the ranks, wait until they have ended, and return the exit status."""
         try:
             with _quiet_torchelastic(), _stopped_by(self._args.signals_to_handle):
                 self._launch()
@@ -229,10 +229,10 @@ class _Run:
 def _stopped_by(names: str) -> Iterator[None]:
     """Context in which signals raise `SignalException`, which stops the run.
 
-    After the first signal other signals that request a save and stop are ignored: a second one would end the save that
-    the first has begun. GNU timeout signals the process that it has started, and then the process's group, which
-    includes it; Slurm sends the signal that the job has requested, and later SIGTERM. A second Ctrl-C comes from a
-    person, and counts.
+    After the first signal, other signals that request a save and stop are ignored: a second signal would end the save
+    that the first has begun. Launchers send several: GNU timeout signals the process that it has started, and then this
+    process's whole group; Slurm sends the signal that the job has requested, and later SIGTERM. A second Ctrl-C comes
+    from a person, and isn't ignored.
 
     Args:
         names: Names of the signals, separated by commas.
@@ -252,7 +252,7 @@ def _stopped_by(names: str) -> Iterator[None]:
         yield
     finally:
         for which, handler in before.items():
-            # After the first request this process is about to end, with a status that a second request must not change.
+            # After the first request this process is about to end, and a second request must not change its status.
             is_over = is_asked and which in STOP_SIGNALS
             signal.signal(which, signal.SIG_IGN if is_over else handler or signal.SIG_DFL)  # None: python didn't set it
 

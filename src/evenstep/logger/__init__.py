@@ -1,1 +1,1 @@
-"""The numbers of a run, in a file of JSON lines and for trackers: `logger` has `Logger`."""
+"""Logging of a run's numbers, to a file of JSON lines and to trackers: `logger` has `Logger`."""

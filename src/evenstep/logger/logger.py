@@ -1,8 +1,8 @@
-"""`Logger`: numbers of a run, written by rank 0 to a file that outlives it.
+"""`Logger`: rank 0 writes a run's numbers to a file that later runs append to.
 
 A line is written in one write, so at most the last line can be incomplete, after a full disk or a power cut. The next
 logger that opens the file removes such a line; nothing else is ever removed or moved. A run that repeats steps after
-its last checkpoint appends their lines: if a step has two lines, the later one counts.
+its last checkpoint appends their lines: if a step has two lines, the later line counts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _TAKEN = ("step", "attempt", "time")
 
 
 class Logger:
-    """Write numbers of a run to a file of JSON lines, and to a tracker. Rank 0 writes; all ranks may call.
+    """Writes a run's numbers to a file of JSON lines, and to a tracker. Rank 0 writes; all ranks may call.
 
         logger = evenstep.Logger("runs/digits")
         logger.log({"loss": loss.item()}, step=step)                          # rank 0's value
         logger.log({"loss": loss, "accuracy": accuracy}, step=step, mean=True, weight=len(x))   # of all ranks
 
     A line: {"step": 7, "attempt": 0, "time": 1790000000.1, "loss": 0.5}. The attempt is the launcher's count of
-    restarts. `log` returns when the operating system has the line, so a killed process loses none. A resumed run
-    appends to the same file; if a step has two lines, the later one counts.
+    restarts. `log` returns when the operating system has the line, so a killed process loses no line. A resumed run
+    appends to the same file; if a step has two lines, the later line counts.
 
     Collective: every rank makes it, with the same arguments except `to`.
 
@@ -79,13 +79,14 @@ class Logger:
         self._attempt = current_placement().restart_count
         self._last_step: int | None = None
         self._file: int | None = None
-        self._writers: dict[str, Tracker] = {}  # by the name of their destination
-        # If rank 0 can't make its file, or ranks skip other steps, all raise here; else they would wait for each other.
+        self._writers: dict[str, Tracker] = {}  # by the name of the destination
+        # If rank 0 can't make its file, or ranks would skip different steps, all raise here; else they would wait for
+        # each other.
         validate_on_all_ranks(self.world, "Logger", lambda: self._prepare(to))
         self.world.at_end(self._world_ended)
 
     def _prepare(self, to: Tracker | None) -> dict[str, Any]:
-        """Check the arguments; rank 0 makes the directory. Returns what must be equal on all ranks.
+        """Check the arguments; rank 0 makes the directory. Returns the arguments that must be equal on all ranks.
 
         Raises:
             ConfigurationError: An argument is wrong, or the directory can't be written.
@@ -118,7 +119,7 @@ class Logger:
         call it; other ranks' values are ignored.
 
         Args:
-            values: By name; numbers, or tensors of one element (a GPU's tensor is waited for).
+            values: Numbers by name, or tensors of one element (on a GPU this waits for the device).
             step: The step of the run, counted over restarts; not less than in the last call.
             mean: Write the mean over all ranks (`world.mean`), instead of rank 0's values.
             weight: With `mean`: the weight of this rank's values, such as its number of samples; 0: they don't count.
@@ -127,7 +128,7 @@ class Logger:
             ConfigurationError: A name isn't a text, a value or the weight isn't a number, or the step isn't a whole
                 number of at least 0. With `mean` this and the next two are raised on all ranks.
             UsageError: The step is less than in the last call.
-            MismatchError: With `mean`: the ranks give other names, or other steps.
+            MismatchError: With `mean`: the ranks pass different names or steps.
         """
         what = "Logger.log(mean=True)" if mean else f"Logger.log on rank {self.world.rank}"
         numbers: dict[str, float] = {}
@@ -144,8 +145,8 @@ class Logger:
             weight = checks.number(f"{what}: weight", weight, least=0)
             return {"the step": step, "the list of names": list(numbers)}
 
-        # All ranks must skip the same steps. A step that isn't a number isn't skipped, because the other ranks may wait
-        # for this one.
+        # All ranks must skip the same steps. A step that isn't a number isn't skipped here, because the other ranks may
+        # wait for this rank.
         if (_is_whole(step) and step % self.every) or not (mean or self.world.is_main):
             return
         if mean:
@@ -166,7 +167,7 @@ class Logger:
             try:
                 write(dict(numbers), step)
             except Exception as error:
-                # The training is worth more than its log, so a failing tracker doesn't end it.
+                # Training is worth more than its log, so a failing tracker doesn't end the run.
                 del self._writers[name]
                 text = f"{error.strerror}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 warn(
@@ -250,10 +251,10 @@ def _number(what: str, name: str, value: Any) -> float:
 
 
 def open_whole(path: Path) -> int:
-    """Open a file for appending, without the torn line at its end; made if there is none.
+    """Open a file for appending, or make it; removes an incomplete last line.
 
     Raises:
-        OSError: It can't be opened.
+        OSError: The file can't be opened.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
@@ -268,10 +269,10 @@ def open_whole(path: Path) -> int:
 
 
 def write_whole(file: int, text: str) -> None:
-    """Append in one write.
+    """Append a text in one write.
 
     Raises:
-        OSError: It didn't fit; a part that was already written is removed.
+        OSError: The text wasn't written as a whole; a part that was written is removed.
     """
     data = text.encode()
     before = os.fstat(file).st_size

@@ -1,4 +1,4 @@
-"""Arguments of an optimizer over a wrapped model: tried out, and reduced to facts that ranks compare."""
+"""Checks the arguments of an optimizer over a wrapped model, and reduces them to facts that ranks compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def validate_switches(*, elementwise: Any, **switches: Any) -> None:
     """Raise for a switch that isn't True or False.
 
     Raises:
-        ConfigurationError: It has another value.
+        ConfigurationError: A switch has another value.
     """
     checks.switches("", **switches)
     checks.switches("", otherwise="None for torch's own classes", elementwise=elementwise)
@@ -31,7 +31,7 @@ def listed(params: Any) -> Groups:
     """Return parameters, or groups of them, as lists, because an iterator can be read only once.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: `params` are neither.
     """
     if isinstance(params, Tensor | str | bytes | Mapping) or not isinstance(params, Iterable):
         raise checks.refuse("params", params, "parameters of the model, groups of them, or None for all")
@@ -47,7 +47,7 @@ def listed(params: Any) -> Groups:
 
 
 def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of a temporary optimizer.
+    """Make a temporary optimizer; returns its parameter groups.
 
     Raises:
         ConfigurationError: torch refuses the parameters or the arguments.
@@ -85,10 +85,10 @@ def try_whole(kind: type[optim.Optimizer], groups: Sequence[Mapping[str, Any]], 
 
 @contextlib.contextmanager
 def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
-    """Context of a call of torch's, whose errors become ConfigurationErrors.
+    """Context for a call of torch, whose errors become ConfigurationErrors.
 
     Raises:
-        ConfigurationError: With torch's text.
+        ConfigurationError: torch has raised an error; has torch's text.
     """
     try:
         yield

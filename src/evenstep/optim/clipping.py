@@ -47,8 +47,8 @@ def clip_grad_norm_(
     nothing waits for a GPU. With a `GradScaler`, call `scaler.unscale_` first.
 
     All ranks pass the same arguments. For divided gradients on CPUs the exchange for the norm compares the arguments;
-    otherwise the end of the next backward pass does. An infinite `max_norm` only measures the norm and changes nothing:
-    if gradients are whole, one rank may then call this alone.
+    otherwise the end of the next backward pass does. With an infinite `max_norm` this only computes the norm: if
+    gradients are whole, one rank may then call it alone.
 
     Args:
         parameters: An optimizer, a module, or parameters.
@@ -100,7 +100,7 @@ def clip_grad_norm_(
         scale = torch.where(torch.isposinf(limit), 1.0, torch.clamp(limit / (norm + 1e-6), max=1.0))
     if scale.device.type == "cpu" and scale.numpy() == 1:
         return (
-            norm  # most steps: avoids reading and writing all gradients. On a GPU this test would wait for the device
+            norm  # in most steps: saves reading and writing all gradients. On a GPU this test would wait for the device
         )
     for same in by_kind(gradients.local):
         torch._foreach_mul_(same, scale.to(same[0].device))
@@ -115,7 +115,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
 
     Args:
         parameters: An optimizer, a module, or parameters.
-        clip_value: At least 0.
+        clip_value: The largest absolute value, at least 0.
 
     Raises:
         ConfigurationError: The value is invalid.
@@ -137,8 +137,8 @@ class _Gradients:
     """This rank's gradients of some parameters.
 
     Attributes:
-        hidden: Placeholders of sharded gradients.
-        parts: This rank's shards of these gradients.
+        hidden: Placeholders of gradients that a ShardedOptimizer has sharded.
+        parts: This rank's shards of the hidden gradients.
         whole: Gradients that every rank has in full.
         divided: Gradients of parameters that FSDP2 or tensor parallelism has divided (DTensor).
     """
@@ -162,16 +162,16 @@ class _Gradients:
 
     @property
     def local(self) -> list[Tensor]:
-        """This rank's parts of all gradients, as tensors that may be written to."""
+        """This rank's parts of all gradients, as writable tensors."""
         return [*self.parts, *self.whole, *map(local_part, self.divided)]
 
 
 def _norm(gradients: _Gradients, norm_type: float, parameters: Sequence[Tensor], given: Given) -> Tensor:
-    """0-dim, float64: the norm of the whole gradient, the same on all ranks.
+    """The norm of the whole gradient, the same on all ranks: 0-dim, float64.
 
     Args:
         gradients: The gradients.
-        norm_type: Exponent.
+        norm_type: Exponent of the norm.
         parameters: The gradients' parameters.
         given: This rank's arguments and their error, if any; ranks compare them.
     """
@@ -197,7 +197,7 @@ def _norm(gradients: _Gradients, norm_type: float, parameters: Sequence[Tensor],
         total = torch.maximum(total, of_meshes) if is_max else total + of_meshes
     stages = None if world is None or world.mesh is None else world.mesh
     if stages is not None and "pipeline" in (stages.mesh_dim_names or ()) and stages["pipeline"].size() > 1:
-        dist.all_reduce(total, _OPS[is_max], group=stages.get_group("pipeline"))  # each stage has other layers
+        dist.all_reduce(total, _OPS[is_max], group=stages.get_group("pipeline"))  # each stage has different layers
     return total if is_max else total.pow(1 / norm_type)
 
 
@@ -208,7 +208,7 @@ def _exact_norm(
     device: torch.device,
     given: Given,
 ) -> Tensor:
-    """0-dim, float64: as `_norm`, with the same bits for every division of gradients over ranks."""
+    """Like `_norm`, with the same bits for every division of gradients over ranks: 0-dim, float64."""
     peak = exact.largest(whole, device)
     for transport, own in divided:
         peak = torch.maximum(peak, _over_ranks(transport, exact.largest(own, device), given, is_max=True))
@@ -221,13 +221,13 @@ def _exact_norm(
 
 
 def _over_meshes(gradients: Sequence[Any], norm_type: float, device: torch.device) -> Tensor:
-    """0-dim, float64: powers of gradients that are divided over meshes, added over the ranks that have parts.
+    """The sum of powers of gradients that are divided over meshes, over the ranks that have parts: 0-dim, float64.
 
     Collective. Gradients that are divided over the same groups are added together, also from different meshes.
 
     Args:
         gradients: DTensors.
-        norm_type: Exponent.
+        norm_type: Exponent of the norm.
         device: The result's device.
     """
     is_max = math.isinf(norm_type)
@@ -247,7 +247,7 @@ def _over_meshes(gradients: Sequence[Any], norm_type: float, device: torch.devic
 
 
 def _added(parameter: Any) -> Any:
-    """The gradient of a DTensor. It is added over ranks first if tensor parallelism has left it partial."""
+    """The gradient of a DTensor. If tensor parallelism has left it partial, it is first added over ranks."""
     if any(each.is_partial() for each in parameter.grad.placements):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     return parameter.grad
@@ -259,7 +259,7 @@ def _carries_facts(device: torch.device) -> bool:
 
 
 def _record_arguments(parameters: Sequence[Tensor], given: Given) -> None:
-    """Record the arguments for comparison in the next backward pass; abort the peers' wait if they are wrong.
+    """Record the arguments for comparison in the next backward pass; if they are wrong, raise, and end the peers' wait.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -272,7 +272,7 @@ def _record_arguments(parameters: Sequence[Tensor], given: Given) -> None:
 
 
 def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:
-    """0-dim: the sum or the largest over the ranks. On CPUs the same collective compares the ranks' arguments.
+    """The sum or the maximum over the ranks, 0-dim. On CPUs the same collective compares the ranks' arguments.
 
     Raises:
         ConfigurationError: An argument is wrong on some rank.
@@ -293,10 +293,10 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
 
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """0-dim, float64: the sum of |x| ** norm_type over all elements, or the largest |x|."""
+    """The sum of |x| ** norm_type over all elements, or the largest |x|: 0-dim, float64."""
     norms: list[Tensor] = []
     for same in by_kind(tensors):
-        # A norm of 16 bits would overflow, or have three digits.
+        # A norm in 16 bits would overflow, or have only three digits.
         wide = torch.float32 if same[0].dtype in HALF_PRECISION else None
         norms += torch._foreach_norm(same, norm_type, wide)
     if not norms:
@@ -318,7 +318,7 @@ def _exponent(norm_type: Any) -> float:
 
 
 def _limit(max_norm: Any) -> float | None:
-    """The value of a largest norm that ranks compare; None for a tensor on a GPU, which isn't read."""
+    """The value of `max_norm` that ranks compare; None for a tensor on a GPU, which isn't read."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type != "cpu":
         return None
     return checks.number("clip_grad_norm_: max_norm", max_norm, least=0, finite=False)

@@ -1,14 +1,14 @@
-"""Argument consistency: the arguments of a step are compared between ranks. A wrong one is an error on all ranks.
+"""Argument consistency: the arguments of a step are compared between ranks. A wrong argument is an error on all ranks.
 
 [Note: a wrong argument on one rank]
 
-A rank with a wrong argument raises and makes no further call; the others would wait for it until a deadline. There are
-three ways to inform them:
+A rank with a wrong argument raises and makes no further call, and the others would wait for it until a deadline. There
+are three ways to inform the others:
 
 - A function that all ranks call once compares arguments before it begins
   (`ground.coordination.agreement.validate_on_all_ranks`).
 - A function with a collective sends two more numbers with it (`Given`), made from a checksum of the arguments or of the
-  problem. If checksums differ all ranks see it, exchange their arguments, and raise the same error.
+  problem. If checksums differ, all ranks see this, exchange their arguments, and raise the same error.
 - Otherwise the other ranks get the reason in their next call (`abort_peers`), if shared memory carries it.
 
 If a function has no collective, valid arguments are recorded (`note`), and the header of the next window compares them:
@@ -41,7 +41,7 @@ _ids_of: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDict
 
 
 def model_of(parameters: Iterable[Any]) -> DistributedDataParallel | None:
-    """Return the first wrapped model of several ranks that has one of these parameters, or None."""
+    """The first wrapped model over several ranks that has one of these parameters, or None."""
     models = [model for model in wrapped_models() if model.world.world_size > 1]
     if not models:
         return None
@@ -57,10 +57,10 @@ def model_of(parameters: Iterable[Any]) -> DistributedDataParallel | None:
 
 
 def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[str, Any]]) -> None:
-    """Have the ranks compare a call at the end of the next window.
+    """Record a call's arguments, which the ranks compare at the end of the next window.
 
     Args:
-        model: The wrapped model that the call is about, or None.
+        model: The wrapped model whose parameters the call uses, or None.
         who: The function that was called.
         given: Arguments that must be equal on all ranks, by name: plain values.
     """
@@ -75,8 +75,9 @@ def abort_peers(about: Any) -> Iterator[None]:
     Nothing happens if all ranks raise. With only Gloo or NCCL the others wait until this rank has ended.
 
     Args:
-        about: A wrapped model, parameters, or an optimizer over them; nothing is sent if they belong to no model of
-            several ranks. For any other value, this is a wrong argument, and the other ranks may wait with a right one.
+        about: A wrapped model, parameters, or an optimizer over them; nothing is sent if they belong to no model over
+            several ranks. Any other value is itself a wrong argument: the error is sent in all transports in which
+            ranks that have passed a right one may wait.
     """
     try:
         yield
@@ -115,13 +116,13 @@ def parameters_of(about: Any) -> list[Tensor] | None:
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments that one rank gives to a collective.
+    """The arguments that one rank passes to a collective.
 
     Attributes:
         who: The function's name.
         facts: Arguments that must be equal on all ranks, by name: plain values.
-        problem: The error in them, or None.
-        changes: The call changes something. If not, a rank may make it alone when it needs no other rank.
+        problem: The error in the arguments, or None.
+        changes: Whether the call changes something. If not, and if it needs no other rank, a rank may make it alone.
     """
 
     who: str
@@ -138,7 +139,7 @@ class Given:
 
         Args:
             transport: The transport that carried the numbers, on the CPU.
-            numbers: Their sum or max over ranks, [2].
+            numbers: The sum or max over ranks of each rank's `numbers`, [2].
 
         Raises:
             ConfigurationError: An argument is wrong on some rank. Raised on all ranks, with the same text.

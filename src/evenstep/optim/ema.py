@@ -1,4 +1,4 @@
-"""A running average of parameters, for evaluation (Polyak and Juditsky, 1992; as used in Mean Teacher, 2017)."""
+"""A running average of parameters, for evaluation (Polyak and Juditsky, 1992; used in Mean Teacher, 2017)."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ class ExponentialMovingAverage:
             evaluate(model)
 
     Replicas are equal, so every rank averages independently, without communication, and all averages are equal, too.
-    With a divided model a rank averages its own parts. Averages of 16-bit parameters have 32 bits: in 16 bits the small
-    change of a step would be rounded away. Names are those of the wrapped module, so that averages load into a plain
-    model.
+    With a divided model a rank averages its own parts. Averages of 16-bit parameters have 32 bits, because 16 bits
+    would round the small change of a step away. Names are those of the wrapped module, so that averages load into a
+    plain model.
 
     At first the decay is smaller, min(decay, (1 + steps) / (10 + steps)), so that the initial values soon lose their
     weight.
 
     Args:
-        model: Its parameters are averaged, and its module buffers copied, except those that aren't persistent, which
-            are caches.
-        decay: At least 0 and less than 1; the same on all ranks.
+        model: The model whose parameters are averaged. Its persistent module buffers are copied; others are caches.
+        decay: The weight of the old average in a step, at least 0 and less than 1; the same on all ranks.
 
     Raises:
-        ConfigurationError: It isn't a module, or the decay is out of its range.
+        ConfigurationError: `model` isn't a module, or the decay is out of its range.
     """
 
     @excepthook.for_users
@@ -90,9 +89,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model has the averages. Afterwards it has its own values again, also after an error.
-
-        Meanwhile a copy of its own values takes memory.
+        """Context in which the model has the averages; afterwards, and after an error, it has its own values again.
 
         Raises:
             UsageError: Called inside `applied`; or the model has other parameters than when the average was made.
@@ -113,10 +110,10 @@ class ExponentialMovingAverage:
         return {"num_steps": self.num_steps, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages from `state_dict`.
+        """Load averages from a result of `state_dict`.
 
         Raises:
-            ConfigurationError: They are another model's, or not a result of `state_dict`; nothing was changed.
+            ConfigurationError: The state is another model's, or not a result of `state_dict`; nothing was changed.
         """
         where = "ExponentialMovingAverage.load_state_dict"
         given = state.get("averages") if isinstance(state, Mapping) else None

@@ -5,7 +5,7 @@
 Squares of float32 are exact in float64. Divided by a power of two near the largest square they are numbers from 0 to 1.
 The first 30 binary places are summed as one integer, and the next 30 as another. Sums of integers aren't rounded, so
 the order doesn't matter (the idea of Kulisch's long accumulator, "Computer Arithmetic and Validity", 2008, with two
-words). Places below the 60th are cut off element by element: an error of less than 2 ** -60 of the largest square for
+words). Places below the 60th are cut off from each element: an error of less than 2 ** -60 of the largest square for
 each element, far below the rounding of a sum in float64.
 """
 
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 _PLACES = 30.0  # 2 ** 33 elements fit in 63 bits
-_BLOCK = 1 << 18  # elements at a time, so that intermediate results stay in the cache
+_BLOCK = 1 << 18  # elements per pass, so that intermediate results stay in the cache
 
 
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-dim, float64: the largest absolute value; 0 without elements, NaN if an element is NaN."""
+    """The largest absolute value; 0 without elements, NaN if an element is NaN. 0-dim, float64."""
     peaks = [tensor.detach().abs().amax().to(device, torch.float64) for tensor in tensors if tensor.numel()]
     return torch.stack(peaks).amax() if peaks else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def words_of(tensors: Sequence[Tensor], peak: Tensor, norm_type: float) -> Tensor:
-    """[2], int64: the sum of (|x| / scale) ** norm_type in fixed point; see `value_of`.
+    """The sum of (|x| / scale) ** norm_type in fixed point: [2], int64. `value_of` converts it.
 
     Args:
         tensors: float32 or float64. Squares of float64 are rounded, each by itself.
@@ -48,14 +48,14 @@ def words_of(tensors: Sequence[Tensor], peak: Tensor, norm_type: float) -> Tenso
 
 
 def value_of(words: Tensor, peak: Tensor, norm_type: float) -> Tensor:
-    """0-dim, float64: the sum of |x| ** norm_type, from the sum of all tensors' words."""
+    """The sum of |x| ** norm_type, from the sum of all tensors' words: 0-dim, float64."""
     high, low = words.to(torch.float64).unbind()
     total = (high + low * 2.0**-_PLACES) * 2.0**-_PLACES * _scale(peak).pow(norm_type)
     return torch.where(torch.isfinite(peak), total, peak)
 
 
 def _scale(peak: Tensor) -> Tensor:
-    """A power of two that is at least `peak`, and not so small that a quotient would overflow."""
+    """A power of two that is at least `peak`, and large enough that a quotient can't overflow."""
     usable = torch.isfinite(peak) & (peak > 0)
     exponent = torch.frexp(torch.where(usable, peak, 1.0)).exponent
     return torch.ldexp(torch.ones_like(peak), exponent.clamp(min=-1000))

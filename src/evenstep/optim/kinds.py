@@ -31,7 +31,7 @@ _FUSED: dict[str, tuple[type[optim.Optimizer], ...]] = {
     "cpu": (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad),
     "cuda": (optim.SGD, optim.Adam, optim.AdamW),
 }
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state that is one number, also of a parameter of one number
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of one number, even for one-element parameters
 
 
 def _nothing(_: Any) -> None:
@@ -42,7 +42,7 @@ _AROUND: Any = optim.Optimizer.profile_hook_step(_nothing)  # torch's wrapper ar
 
 
 def is_elementwise(kind: type[optim.Optimizer]) -> bool:
-    """Return whether a class is known to step each element by itself. Pure. False for the user's own classes."""
+    """Whether a class is known to step each element independently. Pure. False for the user's own classes."""
     return kind in _ELEMENTWISE
 
 
@@ -54,8 +54,7 @@ def validate_optimizer(what: str, given: Any) -> None:
         given: The argument.
 
     Raises:
-        ConfigurationError: It isn't an optimizer.
-    """
+        ConfigurationError: `given` isn't an optimizer."""
     if not isinstance(given, optim.Optimizer):
         raise checks.refuse(what, given, "a torch optimizer")
 
@@ -64,7 +63,7 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
     """Refuse classes whose steps can't be divided.
 
     Raises:
-        ConfigurationError: It isn't an optimizer class, or its step needs all parameters at once.
+        ConfigurationError: `kind` isn't an optimizer class, or its step needs all parameters at once.
     """
     if isinstance(kind, optim.Optimizer):
         made = type(kind).__name__
@@ -93,12 +92,12 @@ def choose_fused(
     Args:
         kind: The optimizer's class.
         options: The group's options.
-        parameters: The group's parameters. torch's fused steps are for real numbers.
+        parameters: The group's parameters. torch has no fused steps for complex numbers.
         in_virtual_ranks: The world is in reproducible mode: never fused. torch's fused steps on CPUs (2.13) round the
             last elements of a tensor differently, and the number of ranks decides which elements are last in a segment.
 
     Raises:
-        ConfigurationError: The user has chosen it in reproducible mode.
+        ConfigurationError: The user has chosen the fused step in reproducible mode.
     """
     if in_virtual_ranks and options.get("fused"):
         raise ConfigurationError(
@@ -111,7 +110,8 @@ def choose_fused(
     if kind is optim.SGD and any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in parameters):
         return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
-    # torch's other steps use a tensor rate in the tensor's precision, but fused steps read it as a number.
+    # If the rate is a tensor, torch's other steps use it in the tensor's precision, but fused steps read it as a
+    # number.
     is_tensor = any(isinstance(value, Tensor) for value in (options.get("lr"), *options.get("betas", ())))
     return not (chosen or is_tensor or options.get("differentiable") or options.get("capturable"))
 
@@ -134,7 +134,7 @@ def is_divided(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dict[str, Any]) -> None:
-    """Copy the options of the user's group to the inner optimizer's, with the fused step unless one is chosen.
+    """Copy the options of the user's group to the inner optimizer's group; uses the fused step if the user chose none.
 
     Args:
         kind: The inner optimizer's class.
@@ -152,7 +152,7 @@ def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dic
 def options_of_users(groups: Sequence[dict[str, Any]], inner: optim.Optimizer) -> Iterator[None]:
     """Context of a step: copies options from the user's groups to the inner optimizer's, and afterwards back.
 
-    Some classes write counts or adapted values into their groups: schedule-free ones `k` and `weight_sum`.
+    Some classes write counts or adapted values into their groups: schedule-free optimizers write `k` and `weight_sum`.
     """
     _update_options(groups, inner)
     before = [dict(own) for own in inner.param_groups]
@@ -167,20 +167,20 @@ def _update_options(groups: Sequence[Mapping[str, Any]], inner: optim.Optimizer)
     for group, own in zip(groups, inner.param_groups, strict=True):
         copy_options(type(inner), group, own)
         if own.get("fused") and own.get("momentum") and not group.get("fused") and _begins_in_part(own, inner):
-            own["fused"] = False  # torch's fused SGD needs momenta for all parameters, or for none
+            own["fused"] = False  # torch's fused SGD needs momenta for all parameters or for none
 
 
 def _begins_in_part(own: Mapping[str, Any], inner: optim.Optimizer) -> bool:
-    """Whether some tensors of a group have a momentum already, and others get their first one in this step."""
+    """Whether some tensors of a group have a momentum already, and others get their first momentum in this step."""
     has = {inner.state[p].get("momentum_buffer") is not None for p in own["params"] if p.grad is not None}
     return len(has) > 1
 
 
 def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that an optimizer class makes from its arguments, read from an instance over a small parameter."""
+    """The options that an optimizer class makes from its arguments, read from a temporary instance."""
     return try_out(kind, arguments).defaults
 
 
 def try_out(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> optim.Optimizer:
-    """An optimizer of a class, over one small parameter outside of any model."""
+    """Make an optimizer of a class, over one small parameter outside of any model."""
     return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)

@@ -1,8 +1,8 @@
 """Learning rates for larger batches.
 
 The linear rule is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"
-(2017). The square root rule is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014),
-and the result of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022), for Adam.
+(2017). The square root rule is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014).
+For Adam it is the result of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def scale_learning_rate(
     accumulation_steps: int = 1,
     world: World | None = None,
 ) -> float:
-    """Scale the rates of all parameter groups from the batch size that they were tuned for to the one that is used.
+    """Scale the rates of all parameter groups from the batch size for which they were tuned to the actual one.
 
     Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints the new rates. No rank
-    waits: if arguments differ the first backward pass reports it if the model was wrapped before this call; otherwise
-    the different rates are reported.
+    waits. If arguments differ, the first backward pass reports them if the model was wrapped before this call, or else
+    the different rates.
 
     Args:
-        optimizer: Its rates suit `base_batch_size`.
-        base_batch_size: Samples per step that the rates were tuned for.
+        optimizer: An optimizer with rates for `base_batch_size`.
+        base_batch_size: Samples per step for which the rates were tuned.
         global_batch_size: Samples per optimizer step of all ranks together, accumulation included.
         rule: "linear": rates grow with the batch; "sqrt": with its square root.
         accumulation_steps: Micro-batches per step on each rank; only for the message.
@@ -51,7 +51,7 @@ def scale_learning_rate(
         The factor by which rates were multiplied.
 
     Raises:
-        ConfigurationError: It isn't an optimizer, a size isn't a positive integer, or the rule is unknown.
+        ConfigurationError: `optimizer` isn't an optimizer, a size isn't a positive integer, or the rule is unknown.
         UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
     """
     sizes = {

@@ -1,8 +1,8 @@
 """Loading an optimizer's state with its exact bits.
 
 torch's own loading changes two things. It converts a parameter's state to the parameter's dtype, including NAdam's
-products and momenta that an optimizer keeps in float32. And it keeps the loaded tensors' memory layout, while fused
-steps process a parameter and its state in the order of their memory: in a channels_last model elements of a contiguous
+products and momenta that an optimizer keeps in float32. And it keeps the loaded tensors' memory layout. But fused steps
+process a parameter and its state in the order of their memory: in a channels_last model, elements of a contiguous
 momentum would be applied to the wrong weights.
 """
 
@@ -23,17 +23,17 @@ def load_exactly(optimizer: optim.Optimizer, state_dict: Mapping[str, Any], *, k
     The program's hooks run, before and after loading.
 
     Args:
-        optimizer: One of torch's, or with torch's interface.
+        optimizer: An optimizer of torch, or with torch's interface.
         state_dict: In the form of the optimizer's own `state_dict`.
-        keeps_dtypes: Keep the dtypes of all state; False: only of single numbers, other state gets the parameters'
-            dtypes.
+        keeps_dtypes: Keep the dtypes of all state. False: keep those of single numbers; other state gets the
+            parameters' dtypes.
     """
     given: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def lay_out(_: optim.Optimizer, found: Any) -> dict[str, Any]:
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameter_of = dict(zip(numbers, parameters, strict=False))  # torch refuses different numbers of parameters
+        parameter_of = dict(zip(numbers, parameters, strict=False))  # torch has refused different numbers of parameters
         state = dict(found["state"])
         for number, entries in found["state"].items():
             if number in parameter_of and isinstance(entries, Mapping):

@@ -7,9 +7,10 @@ Reading order:
 
 - `parallelize`: the functions that users call.
 - `model`: the class that they return.
-- `exchange`: how a window ends: gradients that FSDP2 has added over ranks are divided once; the others are added first.
-- `replicas`: which ranks have the same parts of the model.
-- `layout`: which parameter is divided over which ranks.
-- `blocks`: which modules are sharded by themselves, and whether a tensor plan fits the model. Pure.
+- `exchange`: the end of a window: gradients that FSDP2 has added over ranks are divided once; other gradients are added
+  first.
+- `replicas`: finds ranks with the same parts of the model.
+- `layout`: checks over which ranks each parameter is divided.
+- `blocks`: chooses modules that are sharded by themselves, and checks that a tensor plan fits the model. Pure.
 - `optimizers`: finds optimizers that were made before the model was divided.
 """

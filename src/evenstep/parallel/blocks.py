@@ -1,4 +1,4 @@
-"""Which modules are sharded by themselves, and whether a tensor plan fits a model. Pure."""
+"""Chooses modules that are sharded by themselves, and checks that a tensor plan fits a model. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WANTED = "class names, classes, a number of parameters, a function of (name, mo
 
 
 def choose_blocks(module: nn.Module, blocks: Any) -> list[nn.Module]:
-    """The modules that are sharded by themselves, inner modules before outer ones; never the whole model.
+    """The modules that are sharded by themselves, inner modules before outer modules; never the whole model.
 
     Args:
         module: The whole model.
@@ -24,11 +24,11 @@ def choose_blocks(module: nn.Module, blocks: Any) -> list[nn.Module]:
             smaller block; a function that is called with (name, module); None: the members of every `nn.ModuleList`.
 
     Raises:
-        ConfigurationError: It is none of these, or the model has no module of a class.
+        ConfigurationError: `blocks` is none of these, or the model has no module of a class.
     """
     named = [(name, each) for name, each in module.named_modules() if each is not module and _has_parameters(each)]
-    wrapped = {id(inner) for _, each in named if (inner := _inside(each)) is not each}  # their wrapper represents them
-    named = [(name, each) for name, each in reversed(named) if id(each) not in wrapped]  # inner ones first
+    wrapped = {id(inner) for _, each in named if (inner := _inside(each)) is not each}  # the wrapper represents them
+    named = [(name, each) for name, each in reversed(named) if id(each) not in wrapped]  # inner modules first
     if blocks is None:
         lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
         members = {id(member) for each in lists for member in each}
@@ -70,7 +70,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module that torch.compile or an activation checkpoint has wrapped."""
+    """The module inside a wrapper of torch.compile or of activation checkpointing."""
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         inner = module._modules.get(name)
         if inner is not None:
@@ -90,7 +90,7 @@ def validate_plan(module: nn.Module, plan: Any) -> None:
 
     Args:
         module: The whole model.
-        plan: As for `torch.distributed.tensor.parallel.parallelize_module`.
+        plan: The plan for `torch.distributed.tensor.parallel.parallelize_module`.
 
     Raises:
         ConfigurationError: A name in the plan matches no module.

@@ -2,16 +2,16 @@
 
 [Note: one division]
 
-    FSDP2's parameters      its reduce-scatter (and all-reduce, with replicas) adds `weight * gradient` over the data
-                            ranks while autograd runs; plain gradients it divides by their number, those of 16 bits
-                            in part before they are added
-    all others              whole on each rank, or divided by tensor parallelism: their local parts are added over the
+    FSDP2's parameters      its reduce-scatter (with replicas, all-reduce, too) adds `weight * gradient` over the data
+                            ranks while autograd runs. Gradients without weights are divided by the number of ranks,
+                            16-bit gradients partly before they are added
+    other parameters        whole on each rank, or divided by tensor parallelism: their local parts are added over the
                             data ranks when the window ends
-    then                    a header with the weights, as that of replicated models, and one division
+    then                    a header with the weights, as for replicated models, and one division
 
 The header is added over all ranks that have parts of the model, because ranks of tensor parallelism have different
-elements of the same gradients and must decide alike. Each of these ranks contributes the weight of the samples that
-they share, so sums of weights are divided by their number.
+elements of the same gradients and must make the same decisions. Each of these ranks contributes the weight of the
+samples that they share, so sums of weights are divided by their number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MeshExchange(AcrossRanks):
     """Ends the windows of a model that FSDP2 or tensor parallelism has divided; see [Note: one division].
 
     Args:
-        trained: Its parameters; `world` and `transport` are of all ranks that have parts of the model.
+        trained: The model's parameters; `world` and `transport` connect all ranks that have parts of the model.
         sharded: The part of the model that FSDP2 manages.
         data_transport: Connects the data ranks, for the gradients that FSDP2 doesn't add.
     """
@@ -62,7 +62,7 @@ class MeshExchange(AcrossRanks):
         self._sharded.divide_by(self._ending.num_shares if kind is Kind.PLAIN else 1)
 
     def when_added(self, then: Callable[[], None]) -> None:
-        """See `Exchange`. FSDP2 ends its part in a callback of autograd's, which may come after ours."""
+        """See `Exchange`. FSDP2 finishes in an autograd callback, which may run after this one."""
         self._sharded.when_ended(then)
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
@@ -102,7 +102,7 @@ class MeshExchange(AcrossRanks):
         return self._all_used if all(used) else used
 
     def _publish(self) -> None:
-        """Set `p.grad` to None if no rank has a gradient, and give one to every rank if any has."""
+        """Set `p.grad` to None if no rank has a gradient; if any rank has one, give zeros to the ranks without."""
         for parameter, is_used in zip(self._parameters, self._used, strict=True):
             if not is_used:
                 parameter.grad = None
@@ -112,7 +112,7 @@ class MeshExchange(AcrossRanks):
     def _add_others(self, window: Window) -> None:
         """Add over the data ranks the gradients that FSDP2 doesn't manage, all gradients of a dtype at once."""
         with_placements_of(self._others)
-        if isinstance(window.weight, Tensor):  # not read: a window of weight 0 may have left any gradient
+        if isinstance(window.weight, Tensor):  # a tensor isn't read: a window of weight 0 may have left any gradient
             zero_where(window.weight == 0, [local_part(p.grad) for p in self._others if p.grad is not None])
         if self._data.world_size == 1:
             return

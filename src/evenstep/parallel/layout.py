@@ -1,4 +1,4 @@
-"""Which parameters are divided over which ranks."""
+"""Checks of the ranks over which parameters are divided."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenstep.world import World
 
 
 def ranks_of(world: World) -> list[int]:
-    """The ranks of a world as the default process group numbers them."""
+    """The ranks of a world, as numbered in the default process group."""
     if world.world_size == 1:
         return [dist.get_rank() if dist.is_initialized() else 0]
     return dist.get_process_group_ranks(world.process_group)
@@ -30,13 +30,13 @@ def validate_layout(module: nn.Module, sharded: Iterable[nn.Parameter], world: W
     """Refuse parameters that are divided over other ranks than the mesh's.
 
     Args:
-        module: The model, divided.
+        module: The divided model.
         sharded: The parameters that `fully_shard` manages.
         world: All ranks.
         who: The caller, for messages.
 
     Raises:
-        ConfigurationError: Naming the parameter.
+        ConfigurationError: There is such a parameter; the message names it.
     """
     managed = set(map(id, sharded))
     data, everybody = set(ranks_of(world.data_parallel)), set(ranks_of(world.model_ranks))

@@ -28,22 +28,22 @@ from evenstep.world import World
 
 
 class DividedModel(DistributedDataParallel):
-    """A model that FSDP2 or tensor parallelism has divided over ranks, with the loop of a replicated one.
+    """A model that FSDP2 or tensor parallelism has divided over ranks, with the training loop of a replicated model.
 
     `backward`, `microbatches`, `accumulate`, `unused_parameters`, empty shares and `on_nonfinite` have the same meaning
     as for a `DistributedDataParallel`: gradients are exact global means. `.module` is the model itself, with torch's
-    methods (`unshard`, `set_modules_to_forward_prefetch`). Within a window each rank has whole gradients of sharded
-    parameters (`set_requires_gradient_sync(False)`). They take memory, and `zero_grad` doesn't drop them.
+    methods (`unshard`, `set_modules_to_forward_prefetch`). Within an accumulation window each rank has whole gradients
+    of sharded parameters (`set_requires_gradient_sync(False)`). They take memory, and `zero_grad` doesn't drop them.
 
     Made by `evenstep.parallelize` and `evenstep.attach`.
 
     Args:
-        module: The model, divided.
+        module: The divided model.
         world: All ranks, with a mesh.
         who: The function that was called, for messages.
-        on_nonfinite: As for `DistributedDataParallel`; each rank inspects its part of the sum over ranks.
-        broadcast_buffers: As for `DistributedDataParallel`, among the data ranks.
-        compare_every: As for `DistributedDataParallel`, between replicas of the same parts.
+        on_nonfinite: As in `DistributedDataParallel`; each rank inspects its part of the sum over ranks.
+        broadcast_buffers: As in `DistributedDataParallel`, among the data ranks.
+        compare_every: As in `DistributedDataParallel`, between ranks with the same parts.
         local_steps: Each replica steps independently: see `parallelize`.
     """
 
@@ -133,10 +133,10 @@ class DividedModel(DistributedDataParallel):
         return build_engine(self.module, world, settings, transport, divided, recorder=self._recorder())
 
     def _follow_changes(self) -> None:
-        """Check only for unfrozen parameters: FSDP2 itself registers parameters as it gathers them.
+        """Check only for parameters that were unfrozen: FSDP2 itself registers parameters as it gathers them.
 
         Raises:
-            UsageError: A parameter that was frozen is trained now.
+            UsageError: A frozen parameter was unfrozen.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise UsageError(
@@ -155,7 +155,7 @@ class DividedModel(DistributedDataParallel):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """`evenstep.clip_grad_norm_` of all parameters: by the norm of the whole gradient. Collective.
+        """Clip all gradients by the norm of the whole gradient, as `evenstep.clip_grad_norm_` does. Collective.
 
         Args:
             max_norm: See `evenstep.clip_grad_norm_`.
@@ -165,7 +165,7 @@ class DividedModel(DistributedDataParallel):
         return clip_grad_norm_(self.engine.parameters, max_norm, norm_type, error_if_nonfinite)
 
     def extra_repr(self) -> str:
-        """The text beside the module when this is printed."""
+        """The text added to the module's when this is printed."""
         mesh = self.device_mesh
         names = () if mesh is None else (mesh.mesh_dim_names or ())
         sizes = {} if mesh is None else dict(zip(names, mesh.shape, strict=True))
@@ -174,7 +174,7 @@ class DividedModel(DistributedDataParallel):
     # ------------------------------------------------------------------ what a divided model can't do
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Refused: there are no buckets.
+        """Refuse a hook: there are no buckets.
 
         Raises:
             UsageError: Always.
@@ -185,7 +185,7 @@ class DividedModel(DistributedDataParallel):
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: every rank has parts of the parameters that all other ranks need.
+        """Refuse `join`: every rank has parts of the parameters that all other ranks need.
 
         Raises:
             UsageError: Always.
@@ -198,7 +198,7 @@ class DividedModel(DistributedDataParallel):
     join_hook = join
 
     def __getstate__(self) -> NoReturn:
-        """Refused: a rank has only parts of the model.
+        """Refuse pickling: a rank has only parts of the model.
 
         Raises:
             UsageError: Always.

@@ -1,4 +1,4 @@
-"""Finds optimizers that were made before the model was divided, and would step parameters that are no longer used."""
+"""Finds optimizers that were made before the model was divided: they would step parameters that aren't in use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def validate_none_yet(module: nn.Module, who: str) -> None:
 
 
 def validate_none_left(module: nn.Module, who: str) -> None:
-    """Refuse a model that was divided, if optimizers have the parameters from before.
+    """Refuse a divided model if optimizers have its parameters from before the division.
 
     Such parameters have the shapes of the whole model's parameters, belong to no module any more, and were never
-    stepped. A script may also optimize tensors that belong to no module, so a few equal shapes are not enough evidence.
+    stepped. A few equal shapes aren't enough evidence, since a script may optimize tensors that belong to no module.
 
     Raises:
         UsageError: There are such optimizers.
@@ -45,7 +45,7 @@ def validate_none_left(module: nn.Module, who: str) -> None:
     registered = {id(p) for each in modules for p in each.__dict__.get("_parameters", {}).values()}
     orphans = {key: p for key, p in loose.items() if key not in registered}
     if not wanted - _shapes(orphans):
-        del modules  # else this list would keep alive the optimizers that the collector should free
+        del modules  # else this list would keep optimizers alive that the garbage collector should free
         _refuse(who, lambda optimizer: any(id(p) in orphans for p in _parameters_of(optimizer)))
 
 
@@ -56,7 +56,7 @@ def _shapes(parameters: dict[int, nn.Parameter]) -> Counter[tuple[int, ...]]:
 def _refuse(who: str, is_too_early: Callable[[optim.Optimizer], bool]) -> None:
     if not any(map(is_too_early, _optimizers())):
         return
-    gc.collect()  # an optimizer of an earlier training may be in a reference cycle
+    gc.collect()  # a former model's optimizer may be in a reference cycle
     for optimizer in filter(is_too_early, _optimizers()):
         raise UsageError(
             f"{who}: {type(optimizer).__name__} was made before the model was divided, so it has the undivided "

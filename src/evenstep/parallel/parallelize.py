@@ -46,7 +46,7 @@ def parallelize(
     become equal to rank 0's first. Then, for each dimension that the mesh (`evenstep.init(mesh=...)`) has:
 
         tensor              `parallelize_module` with `tensor_plan`
-        shard               `fully_shard` of each of the `blocks`, then of the whole; with "replicate", HSDP
+        shard               `fully_shard` of each of the `blocks`, then of the whole model; with "replicate", HSDP
         replicate, no shard gradients are averaged by evenstep
 
     Without a mesh, or with "replicate" alone, this is `DistributedDataParallel(module)`.
@@ -55,19 +55,19 @@ def parallelize(
         module: The whole model, on every rank.
         world: The ranks; None: the current world.
         tensor_plan: The plan for torch's `parallelize_module`: styles by the names of modules, `*` for any name.
-        blocks: The modules that are sharded by themselves: class names or classes; a whole number, the least number of
-            parameters of a block; a function of (name, module); None: the members of every `nn.ModuleList`.
-        reshard_after_forward: As for torch's `fully_shard`, for every block.
+        blocks: The modules that are sharded by themselves: class names or classes; or a whole number, the least number
+            of parameters of a block; or a function of (name, module); None: the members of every `nn.ModuleList`.
+        reshard_after_forward: As in torch's `fully_shard`, for every block.
         mp_policy: torch's `MixedPrecisionPolicy`; needs "shard".
         offload_policy: torch's `CPUOffloadPolicy`; needs "shard".
-        on_nonfinite: As for `DistributedDataParallel`.
-        broadcast_buffers: As there.
-        compare_every: As for `DistributedDataParallel`; in a divided model replicas of the same parts are compared.
-        local_steps: For `LocalSGD`, which such a model needs for training: FSDP2 divides over "shard" alone, and each
-            replica (along "replicate") steps independently. Without "shard" it changes nothing.
+        on_nonfinite: As in `DistributedDataParallel`.
+        broadcast_buffers: As in `DistributedDataParallel`.
+        compare_every: As in `DistributedDataParallel`; in a divided model, ranks with the same parts are compared.
+        local_steps: Prepare the model for `LocalSGD`, which it then needs for training: FSDP2 divides over "shard"
+            alone, and each replica (along "replicate") steps independently. No effect without "shard".
 
     Returns:
-        The model with `backward`, `microbatches` and so on, and torch's modules in `.module`.
+        The model, with `backward`, `microbatches` and so on; `.module` has torch's modules.
 
     Raises:
         ConfigurationError: An argument is wrong, or doesn't fit the mesh or the model. Raised on all ranks.
@@ -142,18 +142,18 @@ def attach(
     compare_every: int | None = None,
     local_steps: bool = False,
 ) -> DistributedDataParallel:
-    """Give a model that torch's functions have divided the interface for evenstep's training loop.
+    """Prepare a model that torch's functions have divided for evenstep's training loop.
 
     Collective: every rank calls this, after `fully_shard` and `parallelize_module`, before or after optimizers are
     made. Parameters stay as they are. Without a mesh in the world, all ranks have different samples.
 
     Args:
-        module: The model; one that isn't divided gets a `DistributedDataParallel`.
+        module: The model; if it isn't divided, it gets a `DistributedDataParallel`.
         world: The ranks; None: the current world.
-        on_nonfinite: As for `DistributedDataParallel`.
-        broadcast_buffers: As there.
-        compare_every: As for `parallelize`.
-        local_steps: As for `parallelize`; `fully_shard` must have been called with `world.mesh["shard"]`.
+        on_nonfinite: As in `DistributedDataParallel`.
+        broadcast_buffers: As in `DistributedDataParallel`.
+        compare_every: As in `parallelize`.
+        local_steps: As in `parallelize`; `fully_shard` must have been called with `world.mesh["shard"]`.
 
     Returns:
         As `parallelize`.
@@ -203,7 +203,7 @@ def attach(
 
 
 def _validate_together(module: nn.Module, world: World, who: str, validate: Callable[[], dict[str, Any]]) -> None:
-    """Raise an error of one rank on all ranks, and check that all ranks of a pipeline stage have the same model.
+    """Validate on all ranks, and check that all ranks of a pipeline stage have the same model.
 
     Collective: every rank calls this.
 
@@ -211,7 +211,7 @@ def _validate_together(module: nn.Module, world: World, who: str, validate: Call
         module: The model.
         world: All ranks.
         who: The caller, for messages.
-        validate: As for `validate_on_all_ranks`; its result is compared within a stage.
+        validate: As in `validate_on_all_ranks`; its result is compared within a stage.
     """
     stage = world.model_ranks
     facts: dict[str, Any] = {}
@@ -273,7 +273,7 @@ def _validate_local_steps(who: str, local_steps: Any, names: tuple[str, ...], of
 
 
 def _make_equal(module: nn.Module, ranks: World) -> None:
-    """Collective: give all ranks the parameters and module buffers of the first."""
+    """Collective: give all ranks the first rank's parameters and module buffers."""
     if ranks.is_initialised:
         module.to(ranks.device)
     tensors = [*(p.data for p in module.parameters()), *module.buffers()]

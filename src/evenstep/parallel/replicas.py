@@ -1,4 +1,4 @@
-"""Which ranks have the same parts of a divided model."""
+"""Finds the ranks that have the same parts of a divided model."""
 
 from __future__ import annotations
 

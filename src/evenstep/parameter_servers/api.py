@@ -1,4 +1,4 @@
-"""`evenstep.parameter_server`: a script's training with parameter servers, and the worker's handle.
+"""`evenstep.parameter_server`: training with parameter servers, and a worker's handle.
 
 [Note: a server's process ends]
 
@@ -72,21 +72,22 @@ def parameter_server(
 
     - "sync": a step waits for all workers and applies the weighted mean of their gradients, as in one process.
     - "async": Downpour SGD (Dean et al., "Large Scale Distributed Deep Networks", 2012): each push is applied when it
-      arrives, and nobody waits. A gradient may have been computed with older parameters than those that it changes.
+      arrives, and nobody waits. A gradient may have been computed with older parameters than the ones it changes.
     - "bounded": stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-      Parameter Server", 2013): as "async", but no worker is more than `max_staleness` steps ahead of the slowest.
+      Parameter Server", 2013): like "async", but no worker is more than `max_staleness` steps ahead of the slowest.
 
     Args:
-        model_fn: Makes the model, the same on all workers and servers. Its values may differ: the servers' count.
+        model_fn: Makes the model, the same on all workers and servers. Its initial values may differ: the servers'
+            values are used.
         optimizer_fn: Makes a server's optimizer from its share of the parameters, a list of (name, parameter), which
             torch's optimizers accept. Runs on servers only.
         mode: "sync", "async" or "bounded".
-        max_staleness: For "bounded", in steps; 0: no worker begins a step before all have ended the last one.
+        max_staleness: For "bounded", in steps; 0: no worker begins a step before all have ended the step before.
         scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
             all workers in "sync", once for each push in the other modes.
         checkpoint: A directory for checkpoints, in the format of `Checkpointer`: a model, an optimizer, a loader and,
             with `scheduler_fn`, a scheduler. Each server writes its own part. The run begins with the newest
-            checkpoint, if there is one; so it continues when the launcher has restarted all processes after the loss of
+            checkpoint, if there is one. So it continues when the launcher has restarted all processes after the loss of
             a server. `optimizer_fn` is also called with all parameters, to number them. None: no checkpoints.
         every_steps: Save after each this many updates; None: not by updates.
         every_minutes: Save after each this many minutes; None: not by time. The last state is always saved.
@@ -94,7 +95,8 @@ def parameter_server(
         device: The device of a worker's model. Servers compute on the CPU.
         interface: The network interface to listen on; None: loopback on one node, else the interface that leads to rank
             0.
-        timeout_s: How long a worker waits for others in a step, and all processes at the start and the end.
+        timeout_s: Seconds for which a worker waits for others in a step, and all processes wait at the start and the
+            end.
 
     Raises:
         ConfigurationError: An argument is wrong, there is no server or no worker, or the model or the optimizer isn't
@@ -128,15 +130,15 @@ def parameter_server(
 
 
 class ParameterServer:
-    """A worker's handle; made by `parameter_server`.
+    """A worker's handle. `parameter_server` makes it.
 
     Attributes:
         model: This worker's model, with the parameters of its last step or pull. Module buffers, such as the statistics
             of BatchNorm, are this worker's own.
         mode: "sync", "async" or "bounded".
         worker: Number of this worker, from 0.
-        num_workers: How many there are.
-        num_servers: How many; 0 in a world of one.
+        num_workers: Number of workers.
+        num_servers: Number of servers; 0 in a world of one.
     """
 
     model: nn.Module
@@ -152,7 +154,7 @@ class ParameterServer:
         self._versions: list[int] = []
         self._state = "not begun"
         self._weight = 0.0
-        self._buffers: dict[str, Tensor] = {}  # their values when sent last
+        self._buffers: dict[str, Tensor] = {}  # values of the module buffers when they were last sent
         self._leads = False
         self._num_steps = self._num_queues = 0
         self._signals: World | None = None
@@ -207,10 +209,10 @@ class ParameterServer:
                 try:
                     self._load(servers.leave(""))
                 except Exception as late:
-                    error = late  # servers would wait for ever for the workers that this worker doesn't wait for
+                    error = late  # report it: the servers would wait for ever for the missing workers
                     raise
         finally:
-            has_stopped = isinstance(error, SystemExit) and error.code == EXIT_PREEMPTED  # the servers know
+            has_stopped = isinstance(error, SystemExit) and error.code == EXIT_PREEMPTED  # the servers know of it
             if not (has_stopped or worlds.ended_well(error)):  # only the first error is raised
                 self._fail(servers, error)
             self._servers, self._state = None, "ended"
@@ -220,7 +222,7 @@ class ParameterServer:
             self._at_end.__exit__(kind, error, tb)
 
     def _fail(self, servers: Servers, error: BaseException | None) -> None:
-        """Send the servers the reason why this worker ends, if they run."""
+        """Send the servers, if they run, the reason why this worker ends."""
         with contextlib.suppress(Exception, SystemExit):
             servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
 
@@ -231,7 +233,7 @@ class ParameterServer:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradient of `loss` to this step's gradient, the weighted mean over the step's backward passes.
 
-        `p.grad` always holds that mean, so that it can be clipped before `step`. In "sync" the gradient applied is the
+        `p.grad` always holds that mean, so that it can be clipped before `step`. In "sync" the applied gradient is the
         weighted mean over all workers, too. With `weight=len(x)` and a mean loss, it is the mean over samples.
 
         Args:
@@ -239,7 +241,7 @@ class ParameterServer:
             weight: Not negative; 0: the loss is ignored, even if it is NaN.
 
         Raises:
-            ConfigurationError: `loss` isn't a scalar, or `weight` isn't such a number.
+            ConfigurationError: `loss` isn't a scalar, or `weight` isn't a number of at least 0.
             UsageError: Not inside the `with` statement.
         """
         servers = self.servers("backward")
@@ -259,14 +261,14 @@ class ParameterServer:
         loss.backward(torch.full_like(loss, number / self._weight))  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Push the gradients of the backward passes since the last step, and load the parameters that come back.
+        """Push the gradients of the backward passes since the last step, and load the new parameters.
 
         A worker without samples for a step calls this without `backward`: its step has the weight 0. Gradients are
-        released.
+        dropped afterwards.
 
         Raises:
             NonFiniteError: A gradient is infinite or not a number. Nothing was sent, and the step's gradients are
-                dropped. The step's batches count as done with the next step.
+                dropped. The step's batches are counted as done with the next step.
             UsageError: A gradient is sparse, or was computed without `ps.backward`; or the call is outside of the
                 `with` statement.
             PeerLostError: A server has gone, or another worker failed.
@@ -291,10 +293,11 @@ class ParameterServer:
         self._num_steps += 1
 
     def queue(self, *, prefetch: Callable[[Any], object] | None = None) -> SharedBatches:
-        """Divide the batches of a `DataLoader` over workers: each once an epoch, each worker at its own speed.
+        """Divide the batches of a `DataLoader` over workers: each batch once an epoch, each worker at its own speed.
 
-        For `DataLoader(queue=)`, one for each loader; workers make their loaders in the same order. A batch counts as
-        done when `ps.step` has pushed its gradients. Batches that a worker holds when it leaves go to the others.
+        Pass the result to `DataLoader(queue=)`, one for each loader. Workers make their loaders in the same order. A
+        batch counts as done when `ps.step` has pushed its gradients. Batches that a worker holds when it leaves go to
+        the others.
 
         Args:
             prefetch: Called with a worker's next batch before the loop has the present one, as in `lambda batch:
@@ -325,8 +328,8 @@ class ParameterServer:
     def staleness(self, *, by_worker: bool = False) -> Any:
         """A histogram of the staleness of gradients: {staleness: number of gradients}.
 
-        The staleness of a gradient is the number of updates between the parameters with which it was computed and those
-        that it changed. Pushes from before a restart of the run aren't counted.
+        The staleness of a gradient is the number of updates from the parameters with which it was computed to the
+        parameters that it changed. Pushes from before a restart of the run aren't counted.
 
         Args:
             by_worker: Return {worker: its histogram} instead.
@@ -349,7 +352,7 @@ class ParameterServer:
         """The connection to the servers.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no connection.
         """
         if self._servers is None:
             raise UsageError(
@@ -420,7 +423,7 @@ class ParameterServer:
         trained = list(self._made.trained.values())
         for indices, answer in zip(self._made.division, answers, strict=True):
             like = [trained[index] for index in indices]
-            packed = [each.to(self._recipe.device) for each in answer.tensors]  # one copy for each dtype
+            packed = [each.to(self._recipe.device) for each in answer.tensors]  # one copy to the device per dtype
             with torch.no_grad():
                 torch._foreach_copy_([each.detach() for each in like], unpack(like, packed)) if like else None
         self._versions = [answer.head["version"] for answer in answers]
@@ -484,10 +487,10 @@ class ParameterServer:
         self._load(servers.pull())
 
     def _serve(self, meeting: Meeting) -> None:
-        """Be a server: [Note: a server's process ends]."""
+        """Serve, and end the process: see [Note: a server's process ends]."""
         world = World.alone(device="cpu") if self._recipe.checkpoint is None else meeting.open_world()
         server = self._make_server(world)
-        del self._made  # a server needs its share only
+        del self._made  # a server needs only its share
         leader = None if self._roles.server == 0 else meeting.connect(0)
         server.serve(meeting.listen(server, self._at_end), leader)
         self._at_end.close()
@@ -512,6 +515,6 @@ class ParameterServer:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    # If the sum is finite, so are all elements. A flag for each element would need memory, and more time than the rest
-    # of a step.
+    # If the sum is finite, all elements are. A flag for each element would need memory, and more time than the rest of
+    # a step.
     return all(bool(torch.isfinite(each.sum())) or bool(torch.isfinite(each).all()) for each in tensors)

@@ -18,13 +18,13 @@ Load = Callable[[Iterator[Step]], Iterator[tuple[Any, Loaded]]]
 
 
 class SharedBatches:
-    """Made by `ParameterServer.queue`.
+    """A loader's batches, divided over workers; the result of `ParameterServer.queue`.
 
     Args:
         servers: Returns the connection, as long as there is one.
         step: Makes a step without samples for this worker; None: workers don't wait for each other's steps.
-        number: The number of this loader among the worker's.
-        prefetch: Called with each batch one step before the loop gets it; None: no batch is taken ahead for that.
+        number: The number of this loader among the worker's loaders.
+        prefetch: Called with each batch one step before the loop gets it; None: no batch is taken ahead.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SharedBatches:
         return f"<SharedBatches {self._number}>"
 
     def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Load) -> Iterator[tuple[Any, Loaded]]:
-        """This worker's batches of an epoch. Each is taken on demand, or as far ahead as `load` reads.
+        """Yield this worker's batches of an epoch. Each is taken on demand, or as far ahead as `load` reads.
 
         In "sync", a worker without a batch takes part in the others' steps until all batches are done. In the other
         modes its loop ends at once.
@@ -50,8 +50,8 @@ class SharedBatches:
             epoch: Number of the epoch.
             num_batches: The batches of the epoch.
             facts: Values that decide which samples a batch has, in JSON types.
-            load: Loads batches in order, by epoch and number in the epoch. A batch that came back late may be of an
-                earlier epoch.
+            load: Loads batches, given by epoch and number in the epoch, in order. A batch that another worker gave back
+                late may be of an earlier epoch.
 
         Yields:
             The items of `load`.
@@ -59,10 +59,10 @@ class SharedBatches:
         Raises:
             MismatchError: Another worker's loader has other batches.
             PeerLostError: A server has gone, or another worker failed.
-            UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
+            UsageError: Not inside the `with` statement; or, with `prefetch`, the loop made no step for a batch.
         """
         servers, text = self._servers(), json.dumps(facts, sort_keys=True)
-        # A pass that was left early, as after reading one batch, is continued: a new pass would repeat the whole epoch.
+        # Continue a pass that was left early, as after reading one batch: a new pass would repeat the whole epoch.
         wanted: Pass = (self._number, epoch, self._num_passes[epoch])
         taken: deque[Batch] = deque()  # taken and not yielded yet
         last: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class SharedBatches:
                     return
                 self._step()
         finally:
-            # The loop was left before the step of its batch, or with batches taken ahead.
+            # The loop was left before the step of the yielded batch, or with batches taken ahead.
             servers.give_back([*([] if yielded is None else [yielded]), *taken])
 
     def _take(self, wanted: Pass, num_batches: int, facts: str, last: dict[str, Any]) -> Batch | None:
@@ -101,7 +101,7 @@ class SharedBatches:
         return (loader, epoch, iteration), number
 
     def _ahead(self, batches: Iterator[tuple[Any, Loaded]]) -> Iterator[tuple[Any, Loaded]]:
-        """The batches, one late; `prefetch` is called with each as soon as it is loaded."""
+        """Yield each batch when the next one is loaded; call `prefetch` with each as soon as it is loaded."""
         if self._prefetch is None:
             yield from batches
             return

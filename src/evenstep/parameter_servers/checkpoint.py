@@ -1,8 +1,8 @@
 """Checkpoints of a run with parameter servers, in the format of `Checkpointer`. Each server writes its own part.
 
-The servers are the ranks of their own world. A plain script with the same model and optimizer can load their
-checkpoints, and they can load the script's. The queue's state is saved as a loader's state: it has what a loader
-without a queue needs to continue, and also what the queue needs.
+The servers are the ranks of their own world. A plain script with the same model and optimizer can load the servers'
+checkpoints, and servers can load the script's. The queue's state is saved as a loader's state: a loader without a queue
+can continue from it, and so can the queue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class _Divided:
-    """A state that all servers save together, each its own part."""
+    """Base class of a state that all servers save together, each its own part."""
 
     def state_shards(self) -> tuple[State, list[SavedShard]]:
         """(the state common to all servers, this server's part). Collective if the common state needs all servers."""
@@ -42,13 +42,13 @@ class _Divided:
 
 
 class _Model(_Divided):
-    """The state dict of the whole model, of which this server has its share."""
+    """The state dict of the whole model; this server saves and loads its share."""
 
     def __init__(self, made: Made, shard: Shard) -> None:
         self._shard = shard
         named = [*made.model.named_parameters(), *made.model.named_buffers()]
         names = {id(each): name for name, each in named}
-        # By key of the state dict; tied parameters have several keys.
+        # Tensors by key of the state dict; tied parameters have several keys.
         state = made.model.state_dict(keep_vars=True)
         self._name = {key: names[id(each)] for key, each in state.items() if isinstance(each, Tensor)}
         self._trained = set(made.trained)
@@ -79,12 +79,12 @@ class _Model(_Divided):
 
 
 class _Optimizer(_Divided):
-    """The state dict of an optimizer of the whole model, of which this server has its share."""
+    """The state dict of an optimizer over the whole model; this server saves and loads its share."""
 
     def __init__(self, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World) -> None:
         self._shard, self._world = shard, world
         whole = make_optimizer(optimizer_fn, list(made.trained.items()))
-        # On device meta: shapes to compare with the saved state, and no memory.
+        # On device meta: shapes to compare with the saved state, without memory.
         self.param_groups = [
             {**group, "params": [each.detach().to("meta") for each in group["params"]]} for group in whole.param_groups
         ]
@@ -139,13 +139,16 @@ class _Optimizer(_Divided):
 
 
 class _Scheduler:
-    """The schedule, which is the same on all servers that have parameters."""
+    """The state of the learning-rate schedule, which is the same on all servers that have parameters."""
 
     def __init__(self, shard: Shard, world: World) -> None:
         self._scheduler, self._world = shard.scheduler, world
 
     def state_dict(self) -> State:
-        """Collective. The first server has the largest parameter, so it has a schedule if any server has."""
+        """Return the first server's state. Collective.
+
+        The first server has the largest parameter, so it has a schedule if any server has.
+        """
         state: State = self._world.broadcast_object(self._scheduler and self._scheduler.state_dict())
         return state
 
@@ -156,7 +159,7 @@ class _Scheduler:
 
 
 class _Tables(_Divided):
-    """The trained rows of all servers.
+    """The trained rows of embedding tables, over all servers.
 
     Each server writes its own rows, and reads only these if the number of servers is the same.
     """
@@ -174,7 +177,7 @@ class _Tables(_Divided):
         return {"num_servers": self._num_servers, "names": sorted(self._shard.tables)}, own
 
     def state_layouts(self, saved: ObjectEntry) -> dict[str, Layout]:
-        """If the number of servers is the same, each reads only its own rows."""
+        """Layouts with which each server reads only its own rows, if the number of servers is the same."""
         num_servers = saved.structure.get("num_servers") if isinstance(saved.structure, dict) else None
         if num_servers != self._num_servers:
             return {}
@@ -200,26 +203,26 @@ class _Tables(_Divided):
 
 
 class QueueState:
-    """The state of the queue, as a loader's."""
+    """The queue's state, saved as a loader's state."""
 
     def __init__(self) -> None:
         self.queue: State = {"passes": [], "first_epochs": {}}
 
     def state_dict(self) -> State:
-        """As `DataLoader.state_dict` of the loader with the first queue."""
+        """The result of `DataLoader.state_dict` for the loader with the first queue."""
         return loader_state(self.queue) | {"queue": self.queue}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a queue's state, or a loader's."""
+        """Load the state of a queue or of a loader."""
         self.queue = dict(state["queue"]) if "queue" in state else queue_state(state)
 
 
 class Checkpoints:
-    """Saves and restores the state of all servers. Collective, except `is_due` and `note`; in the main thread.
+    """Saves and restores the state of all servers, in the main thread. Collective, except `is_due` and `note`.
 
     Args:
-        recipe: Has the directory, the intervals, the number of checkpoints, and the user's functions.
-        made: The whole model; not stored here.
+        recipe: The script's arguments: directory, intervals, number of checkpoints, and functions.
+        made: The whole model, which isn't stored here.
         shard: This server's part.
         world: The world of all servers.
     """
@@ -245,7 +248,7 @@ class Checkpoints:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why this process shall stop; None: it shan't."""
+        """Why this process must stop; None: it needn't."""
         return self._world.stop_reason
 
     def is_due(self, version: int) -> bool:
@@ -257,7 +260,7 @@ class Checkpoints:
         return by_steps or (every_minutes is not None and time.monotonic() - self._saved_at >= 60 * every_minutes)
 
     def note(self, version: int) -> None:
-        """A save at this number of updates was decided."""
+        """Record the decision to save at this number of updates."""
         self._saved_at, self._last = time.monotonic(), version
 
     def restore(self, shard: Shard, untrained: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
@@ -286,11 +289,11 @@ class Checkpoints:
             shard: This server's part.
             queue: State of the queue.
             untrained: The model's untrained tensors; the first server's are saved.
-            waits: Return when the save is complete, instead of when the state is copied.
+            waits: Return only when the save is complete, not when the state is copied.
             failure: Why this server has nothing to save; "": it has a state.
 
         Raises:
-            CheckpointError: This save, or the one before, has failed.
+            CheckpointError: This save or the last one has failed.
             PeerLostError: A server has failed: nothing is saved. Raised on all servers.
         """
         self.note(shard.version)
@@ -317,15 +320,16 @@ class Checkpoints:
 
 
 def _whole(path: tuple[str | int, ...], value: Tensor) -> SavedShard:
-    """The layout of a tensor that one server has as a whole."""
+    """A tensor that one server has as a whole, as a shard."""
     return SavedShard(path, tuple(value.shape), 0, value.detach().reshape(-1))
 
 
 def loader_state(queue: Mapping[str, Any]) -> State:
-    """The state with which a loader without a queue continues after a queue. Pure.
+    """Convert a queue's state to the state of a loader without a queue. Pure.
 
     Returns:
-        As from `DataLoader.state_dict`. "batches" has the batch to continue at, and the later batches that are done.
+        A state as from `DataLoader.state_dict`. "batches" has the batch to continue at, and the later batches that are
+        done.
     """
     passes = [each for each in queue["passes"] if each["pass"][0] == FIRST_LOADER and each["pass"][2] == 0]
     first_epoch = int(queue["first_epochs"].get(str(FIRST_LOADER), 0))
@@ -354,7 +358,7 @@ def loader_state(queue: Mapping[str, Any]) -> State:
 
 
 def queue_state(state: Mapping[str, Any]) -> State:
-    """The state with which a queue continues after a loader without one. Pure."""
+    """Convert the state of a loader without a queue to a queue's state. Pure."""
     epoch, position, data = int(state["epoch"]), int(state["position"]), state.get("data") or {}
     batches = state.get("batches") or {"first": None, "done": {}}
     first = batches["first"]

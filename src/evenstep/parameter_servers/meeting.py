@@ -29,7 +29,7 @@ from evenstep.transport.core.store_gather import StoreGather
 from evenstep.world import World
 
 _POLL_S = 0.05
-_LONGEST_SILENCE_S = 86_400.0  # for `--node-timeout inf`: sockets need a number
+_LONGEST_SILENCE_S = 86_400.0  # used for `--node-timeout inf`: sockets need a finite number
 
 
 class Meeting:
@@ -37,11 +37,13 @@ class Meeting:
 
     Args:
         store: The store of this run.
-        placement: This process's.
-        roles: This process's.
-        interface: The network interface on which servers listen between nodes; None: the one that leads to rank 0.
-        secret: A secret that only the processes of the run know; b"": a random one in the store is used.
-        timeout_s: How long to wait for the others, and for answers.
+        placement: This process's placement.
+        roles: This process's roles.
+        interface: The network interface on which servers listen between nodes; None: the interface that leads to rank
+            0.
+        secret: A secret that only the processes of the run know; b"": none, and a random text in the store identifies
+            the run.
+        timeout_s: Seconds to wait for the others, and for answers.
 
     Attributes:
         world_size: The number of processes.
@@ -78,10 +80,10 @@ class Meeting:
         """Compare the arguments of all processes. Collective.
 
         Args:
-            prepare: Returns what must be equal on all of them, in JSON types.
+            prepare: Returns values that must be equal on all processes, in JSON types.
 
         Raises:
-            EvenstepError: As `validate_on_all_ranks` does.
+            EvenstepError: As in `validate_on_all_ranks`.
         """
         facts = {"EVENSTEP_SERVERS": self._roles.num_servers, "EVENSTEP_SECRET_FILE": self._secret != b""}
         advice = "Pass the same on all workers and servers."
@@ -96,17 +98,17 @@ class Meeting:
         validate_same_model(made.model.named_parameters(), made.model.named_buffers(), self.exchange)
         seen = self.exchange([environment.node_identity(), secrets.token_hex(16)])
         self._nodes, self._most_bytes = [node for node, _ in seen], made.most_bytes
-        self._run = seen[0][1]  # differs in each attempt: a process of an earlier attempt is a stranger
+        self._run = seen[0][1]  # differs in each attempt, so that a process of an earlier attempt is refused
 
     def listen(self, server: Server, held: contextlib.ExitStack) -> Listener:
-        """Let other processes call a server in this process.
+        """Open the server in this process to calls from other processes.
 
         Args:
             server: The server.
             held: Removes the socket's folder at the end.
 
         Raises:
-            ConfigurationError: It can't listen.
+            ConfigurationError: This process can't listen.
         """
         is_one_node = len(set(self._nodes)) == 1
         where = held.enter_context(private_directory("servers")) if is_one_node else self._own_address()
@@ -136,7 +138,7 @@ class Meeting:
         """Connect to a server as soon as it listens.
 
         Raises:
-            PeerLostError: It has not started in time, or has ended.
+            PeerLostError: The server has not started in time, or has ended.
         """
         key, name, deadline = f"server {server}", self._roles.name_of_server(server), time.monotonic() + self._timeout_s
         while not self._store.check([key]):
@@ -158,7 +160,7 @@ class Meeting:
         )
 
     def open_world(self) -> World:
-        """The world of all servers. Only servers call this; collective among them."""
+        """Open the world of all servers. Only servers call this; collective among them."""
         roles, device = self._roles, torch.device("cpu")
         if roles.num_servers == 1:
             return World.alone(device=device)

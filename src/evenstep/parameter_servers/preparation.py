@@ -1,4 +1,4 @@
-"""Before the processes connect: the ranks' roles, and the script's arguments, which are built, refused and compared."""
+"""Before the processes connect: assigns the ranks' roles; builds, checks and compares the script's arguments."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WHO = f"{CALL}: "
 
 @dataclass(frozen=True)
 class Roles:
-    """The first ranks are workers, so that rank 0 is one; the last are servers.
+    """The roles of the ranks: the first ranks are workers, so that rank 0 is a worker; the last are servers.
 
     Attributes:
-        rank: This process's.
-        num_workers: At least 1.
-        num_servers: 0 only in a world of one, where the worker is its own server.
+        rank: This process's rank.
+        num_workers: Number of workers, at least 1.
+        num_servers: Number of servers; 0 only in a world of one, where the worker is its own server.
     """
 
     rank: int
@@ -57,17 +57,17 @@ class Roles:
 
     @property
     def name(self) -> str:
-        """This process, for people: "worker 0 (rank 0)", "server 1 (rank 4)"."""
+        """This process's name for people: "worker 0 (rank 0)", "server 1 (rank 4)"."""
         return self.name_of(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """A rank, for people."""
+        """A rank's name, for people."""
         return (
             f"worker {rank} (rank {rank})" if rank < self.num_workers else self.name_of_server(rank - self.num_workers)
         )
 
     def name_of_server(self, server: int) -> str:
-        """A server, for people."""
+        """A server's name, for people."""
         return f"server {server} (rank {self.num_workers + server})"
 
 
@@ -76,7 +76,7 @@ def assign_roles(placement: Placement, num_servers: int) -> Roles:
 
     Args:
         placement: This rank's place.
-        num_servers: How many of the ranks are servers.
+        num_servers: Number of ranks that are servers.
 
     Raises:
         ConfigurationError: There are several ranks, but no server or no worker.
@@ -101,7 +101,7 @@ def assign_roles(placement: Placement, num_servers: int) -> Roles:
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the arguments of `evenstep.parameter_server`."""
+    """The arguments of `evenstep.parameter_server`."""
 
     model_fn: Callable[[], Any]
     optimizer_fn: Callable[..., Any]
@@ -115,7 +115,7 @@ class Recipe:
 
 @dataclass
 class Made:
-    """A model in parts.
+    """A model, and its division over servers.
 
     Attributes:
         model: The whole model.
@@ -130,7 +130,7 @@ class Made:
     tables: dict[str, RemoteEmbedding]
 
     def names_of(self, server: int) -> list[str]:
-        """The parameters of a server."""
+        """Names of a server's parameters."""
         names = list(self.trained)
         return [names[index] for index in self.division[server]]
 
@@ -142,24 +142,24 @@ class Made:
         return sum(each.numel() * each.element_size() for each in own) + sum(rows)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all workers and servers, in JSON types, except parameters and module buffers."""
+        """Values that must be equal on all workers and servers, except parameters and module buffers; JSON types."""
         facts: dict[str, Any] = {"tables of embeddings": sorted(self.tables)}
         for name, each in self.tables.items():
             facts |= {f"table {name!r}: {key}": value for key, value in each.describe().items()}
         return facts
 
     def to(self, device: torch.device) -> None:
-        """Move the model."""
+        """Move the model to a device."""
         self.model.to(device)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
     def make_shard(self, server: int, recipe: Recipe) -> Shard:
-        """A server's part of the model, with its optimizer.
+        """Make a server's part of the model, with its optimizer.
 
         Raises:
-            ConfigurationError: The optimizer can't be divided, or the schedule isn't one of this optimizer.
+            ConfigurationError: The optimizer can't be divided, or the schedule is another optimizer's.
         """
-        # Copies, since in a world of one, too, the server's parameters may change in a step only.
+        # Copy, since even in a world of one the server's parameters may change only in a step.
         named = {name: nn.Parameter(self.trained[name].detach().to("cpu", copy=True)) for name in self.names_of(server)}
         optimizer = scheduler = None
         if named:
@@ -170,10 +170,10 @@ class Made:
 
 
 def make_model(model_fn: Callable[[], Any], num_servers: int) -> Made:
-    """A model, and which server has which of its parameters.
+    """Make the model, and plan which server gets which of its parameters.
 
     Raises:
-        ConfigurationError: It isn't a model, or workers can't train it independently.
+        ConfigurationError: `model_fn` doesn't return a model, or workers can't train the model independently.
     """
     model = model_fn()
     if not isinstance(model, nn.Module):
@@ -204,15 +204,15 @@ def make_model(model_fn: Callable[[], Any], num_servers: int) -> Made:
 
 
 def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[str, Tensor]]) -> Optimizer:
-    """A server's optimizer.
+    """Make a server's optimizer.
 
     Args:
-        optimizer_fn: The user's.
-        parameters: The server's, with their names.
+        optimizer_fn: The user's function.
+        parameters: The server's parameters, with their names.
 
     Raises:
-        ConfigurationError: It isn't an optimizer, needs all parameters at once, or has other parameters than those
-            given.
+        ConfigurationError: The result isn't an optimizer, needs all parameters at once, or has other parameters than
+            the given ones.
     """
     optimizer = optimizer_fn(list(parameters))
     if not isinstance(optimizer, Optimizer):
@@ -236,10 +236,11 @@ def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[
 
 
 def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer) -> LRScheduler | None:
-    """A server's learning-rate schedule; None: there is none.
+    """Make a server's learning-rate schedule; None: there is none.
 
     Raises:
-        ConfigurationError: It isn't a schedule, has another optimizer, or needs more than the number of updates.
+        ConfigurationError: The result isn't a schedule, has another optimizer, or needs more than the number of
+            updates.
     """
     if scheduler_fn is None:
         return None

@@ -1,13 +1,14 @@
 """A server: the calls of workers and other servers, and the one thread that executes decisions.
 
 [Note: who does what]
-Threads of connections store the workers' pushes, record their requests, and wait for the answers. One thread, the main
-thread, executes decisions in their order: only this thread changes parameters, packs answers and saves. So nobody holds
-a lock while an optimizer steps, an answer is packed or a file is written; only lookups wait for a step of their table.
+Each connection's thread stores a worker's pushes, records its requests, and waits for the answers. The main thread
+executes decisions in their order: only this thread changes parameters, packs answers and saves. So no thread holds a
+lock while an optimizer steps, an answer is packed or a file is written; only lookups wait for a step of their table.
 
-The first server decides (`Coordinator`); the others ask it for the decisions after their last one. The loss of a server
-ends the run everywhere, because parameters, optimizer states and the queue of batches must be of one moment. A
-restarted run continues from the newest checkpoint. The loss of a worker doesn't end the run: see `Coordinator.lose`.
+The first server decides (`Coordinator`); the others request the decisions that follow their last one. The loss of a
+server ends the run everywhere, because parameters, optimizer states and the queue of batches must have the same number
+of updates. A restarted run continues from the newest checkpoint. The loss of a worker doesn't end the run: see
+`Coordinator.lose`.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from evenstep.parameter_servers.shard import Pushed, Shard
 from evenstep.parameter_servers.wire import Client, Listener, Message
 
 _POLL_EVERY_S = 0.05
-TURN_S = 5.0  # of a wait; then the caller asks again
-_PARTING_S = 10.0  # for the others to leave at the end
-_FAILING_S = 0.5  # to answer waiting calls with the failure
+TURN_S = 5.0  # longest wait in one call; then the caller asks again
+_PARTING_S = 10.0  # time for the others to leave at the end
+_FAILING_S = 0.5  # time to answer waiting calls with the failure
 _GIVEN_UP = "the servers have lost this worker, and other workers train on its batches"
 
 
 class Server:
-    """See the top of the file. `answer` and `lose` come in threads of connections.
+    """A server of the run: see [Note: who does what]. `answer` and `lose` run in threads of connections.
 
     Args:
-        roles: This process's, and the numbers of workers and servers.
+        roles: This process's role, and the numbers of workers and servers.
         mode: When gradients are applied, and which workers wait.
         shard: This server's share of the parameters, with its optimizer.
         untrained: Tensors of the model that aren't trained, by name.
-        queue: The batches; on the first server.
-        checkpoints: The run's; None: there are none.
-        timeout_s: How long to wait for a step, or for a worker's start.
+        queue: The queue of batches; used on the first server.
+        checkpoints: The run's checkpoints; None: there are none.
+        timeout_s: Seconds to wait for a step, or for a worker's start.
 
     Attributes:
-        error: The exception of the optimizer, or of one of the script's functions, here; None: there was none.
-        stops: A stop was requested, and the run has been saved.
+        error: The exception of the optimizer, or of one of the script's functions, on this server; None: there was
+            none.
+        stops: Whether a stop was requested and the run has been saved.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class Server:
         self._held: dict[Key, Pushed] = {}
         self._answers: dict[Key, Message] = {}  # answers to released calls, until they are fetched
         self._gone: set[int] = set()
-        self._decisions: dict[int, Decision] = {}  # on the first server, until all servers have them
+        self._decisions: dict[int, Decision] = {}  # on the first server: decisions until all servers have them
         self._had = dict.fromkeys(range(roles.num_workers + 1, roles.num_workers + roles.num_servers), 0)  # by rank
         self._done = 0  # number of the last executed decision
         self._began_at = time.monotonic()
-        self._moved_at = self._began_at  # when the last decision was executed; infinite during one
+        self._moved_at = self._began_at  # time of the last executed decision; infinite during one
         self._failure = ""
         self.error: Exception | None = None
         self._has_ended = self._asked_to_stop = self.stops = False
@@ -107,12 +109,12 @@ class Server:
 
         Args:
             listener: Calls `answer` and `lose`.
-            leader: The first server; None: this is it.
+            leader: The first server; None: this server is the first.
 
         Raises:
             PeerLostError: A worker has failed, or a server has gone.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
-            Exception: The optimizer's.
+            Exception: The optimizer raised it.
         """
         try:
             while not self._has_ended:
@@ -132,7 +134,7 @@ class Server:
             self._end(self._failure)
             if leader is not None:
                 leader.close()
-            # Workers get a stop as the answer to their next call, to any server.
+            # Workers get the stop as the answer to their next call, to any server.
             listener.close(self._timeout_s if self.stops else _FAILING_S if self._failure else _PARTING_S)
         if self.error is not None:
             raise self.error
@@ -177,14 +179,14 @@ class Server:
                 self._changed.notify_all()
 
     def _save(self, checkpoints: Checkpoints, decision: Decision) -> None:
-        """Save with the other servers. A failed server takes part, too, or they would wait for it."""
+        """Save with the other servers. A failed server takes part, too; otherwise they would wait for it."""
         assert decision.saves is not None
         try:
             with self._changed:
                 untrained = dict(self._untrained)
             failure = "" if self.error is None else self._failure
             checkpoints.save(self._shard, decision.saves, untrained, waits=decision.is_last, failure=failure)
-        except SystemExit:  # the checkpointer's answer to the signal, on all servers
+        except SystemExit:  # raised by the checkpointer after a signal, on all servers
             self.stops = True
         self.stops = self.stops or decision.stops
         if decision.stops and self._roles.server == 0:
@@ -194,7 +196,7 @@ class Server:
             say(f"evenstep: stop requested; {what}")
 
     def poll(self) -> None:
-        """The first server's actions that depend on time."""
+        """Take the actions that depend on time, on the first server."""
         missing = sorted(self._coordinator.expected)
         if missing and time.monotonic() - self._began_at > self._timeout_s:
             say(f"evenstep: parameter servers: workers {missing} have not joined; the others continue without them")
@@ -209,7 +211,7 @@ class Server:
 
     @property
     def _is_to_stop(self) -> bool:
-        """Whether this process shall stop."""
+        """Whether this process must stop."""
         return self._checkpoints is not None and self._checkpoints.stop_reason is not None
 
     def _fail(self, failure: str, error: Exception) -> None:
@@ -223,7 +225,7 @@ class Server:
             self._changed.notify_all()
 
     def _name_untrained(self) -> None:
-        """Print the batches that were lost with a worker after all others had ended their loops."""
+        """Print the batches that nobody trains on, because a worker was lost after all others had ended their loops."""
         untrained = self._coordinator.untrained
         if untrained:
             named = ", ".join(f"batch {n} of epoch {at[1]} (worker {worker})" for worker, (at, n) in untrained)
@@ -245,9 +247,9 @@ class Server:
         return self._kinds[kind](rank, **head) or Message({})
 
     def lose(self, rank: int) -> None:
-        """A process has ended without having left."""
+        """Called when a process has ended without having left."""
         if self._roles.server != 0:
-            return  # the first server notices that, too, and decides for all
+            return  # the first server also notices it, and decides for all
         if rank >= self._roles.num_workers:
             self._happen(lambda coordinator: coordinator.fail(f"{self._roles.name_of(rank)} was lost"))
             return
@@ -273,11 +275,14 @@ class Server:
             return [each for number, each in self._decisions.items() if number > after]
 
     def _leads(self, worker: int) -> bool:
-        """Whether this worker's module buffers are the saved ones: the lowest worker's are."""
+        """Whether this worker's module buffers are saved: those of the lowest worker are."""
         return self._checkpoints is not None and worker == min(self._coordinator.members, default=worker)
 
     def _decisions_behind(self, rank: int, *, after: int, stops: bool, failure: str) -> Message:
-        """The decisions that another server hasn't executed yet. It reports whether it shall stop or has failed."""
+        """Answer another server's request for the decisions that follow number `after`.
+
+        The other server reports whether it must stop or has failed.
+        """
         self._had[rank] = after
         if stops:
             self._stop(rank)
@@ -294,7 +299,7 @@ class Server:
         return Message({"failure": _GIVEN_UP}) if rank in self._gone else None
 
     def _join(self, rank: int) -> Message:
-        """A worker joins; the answer has the model's untrained tensors."""
+        """Let a worker join; the answer has the model's untrained tensors."""
         with self._changed:
             if (refusal := self._refusal(rank)) is not None:
                 return refusal
@@ -318,7 +323,7 @@ class Server:
         tensors: Sequence[Tensor] = (),
         **pushed: Any,
     ) -> Message:
-        """A worker ends a step; the other servers have its gradients. Its module buffers come last."""
+        """End a worker's step. The other servers have its gradients already. Module buffers come last in `tensors`."""
         count = len(tensors) - len(buffers)
         with self._changed:
             self._untrained |= dict(zip(buffers, tensors[count:], strict=True))
@@ -349,7 +354,7 @@ class Server:
         return self._await(rank, number=number)
 
     def _await(self, rank: int, *, number: int) -> Message:
-        """The parameters, if a worker may continue; "waits": not yet, ask again."""
+        """Answer with the parameters if a worker may continue, else after a while with "waits": then it asks again."""
         key = (rank, number)
         with self._changed:
             self._changed.wait_for(lambda: key in self._answers or self._refusal(rank) is not None, TURN_S)
@@ -392,7 +397,7 @@ class Server:
         return Message({"staleness": found})
 
     def _stop(self, rank: int) -> None:
-        """Save once more, and end, because a process of the run shall stop."""
+        """Save once more, and end, because a process of the run must stop."""
         with self._changed:
             is_first, self._asked_to_stop = not self._asked_to_stop, True
         if is_first and self._checkpoints is not None:
@@ -400,6 +405,6 @@ class Server:
 
 
 def _batch(values: Any) -> Batch:
-    """A batch, decoded from JSON."""
+    """Decode a batch from JSON."""
     (loader, epoch, iteration), number = values
     return (loader, epoch, iteration), number

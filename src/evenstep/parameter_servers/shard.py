@@ -1,4 +1,4 @@
-"""Which server has which parameters, and a server's own part of them with its optimizer. No sockets here."""
+"""The division of parameters over servers, and one server's part with its optimizer. No sockets here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Pushed(NamedTuple):
     """A worker's push to one server, for one step.
 
     Attributes:
-        weight: The sum of the worker's weights, above 0.
-        used: Which parameters have a gradient.
-        gradients: The worker's mean by weight, packed.
+        weight: The sum of the worker's weights, greater than 0.
+        used: Whether each parameter has a gradient.
+        gradients: The worker's weighted mean gradients, packed.
         rows: The gradients of rows of embeddings, by table.
     """
 
@@ -36,10 +36,10 @@ class Shard:
     """The parameters of one server. One thread changes them; other threads may look rows up at the same time.
 
     Args:
-        parameters: By name: CPU tensors that nobody else changes.
+        parameters: The parameters by name: CPU tensors that nothing else changes.
         optimizer: The optimizer of these parameters; None if there are no parameters.
-        scheduler: Sets the optimizer's rate after each update; None: it stays.
-        tables: Its shares of tables of embeddings, by name.
+        scheduler: Sets the optimizer's rate after each update; None: the rate is constant.
+        tables: This server's shares of embedding tables, by name.
 
     Attributes:
         version: Number of updates.
@@ -55,7 +55,7 @@ class Shard:
         self.parameters, self.optimizer, self.scheduler, self.tables = parameters, optimizer, scheduler, tables
         self.version = 0
         self._rows = threading.Lock()
-        self._packed: tuple[int, list[Tensor]] | None = None  # with their version
+        self._packed: tuple[int, list[Tensor]] | None = None  # (version, packed parameters)
 
     def __repr__(self) -> str:
         return f"<Shard {len(self.parameters)} parameters, {len(self.tables)} tables, version {self.version}>"
@@ -68,15 +68,15 @@ class Shard:
         return self._packed[1]
 
     def look_up(self, table: str, ids: Tensor) -> Tensor:
-        """Rows of a table: see `Table.look_up`. In any thread."""
+        """Look up rows of a table: see `Table.look_up`. In any thread."""
         with self._rows:
             return self.tables[table].look_up(ids)
 
     def apply(self, pushes: Sequence[Pushed]) -> None:
-        """One step of the optimizer, with the weighted mean of some workers' pushes.
+        """Make one step of the optimizer, with the weighted mean of some workers' pushes.
 
         Args:
-            pushes: In the order of summation; the first push's tensors are changed in place.
+            pushes: The pushes, in the order of summation; the first push's tensors are changed in place.
         """
         weight = sum(each.weight for each in pushes)
         parts = [each.weight / weight for each in pushes]
@@ -111,8 +111,8 @@ def plan_division(sizes: Sequence[int], num_servers: int) -> Division:
     their shapes.
 
     Args:
-        sizes: [num_parameters], bytes.
-        num_servers: At least 1; some have none if there are fewer parameters.
+        sizes: [num_parameters], in bytes.
+        num_servers: At least 1; with fewer parameters than servers, some servers have none.
 
     Returns:
         For each server the indices of its parameters, ascending.
@@ -127,14 +127,14 @@ def plan_division(sizes: Sequence[int], num_servers: int) -> Division:
 
 
 def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Copies of the tensors in one flat CPU tensor for each dtype, in order of its first occurrence.
+    """Copy tensors into one flat CPU tensor for each dtype, in order of the dtypes' first occurrence.
 
     Args:
-        like: Shapes and dtypes; for None zeros are packed.
-        tensors: As many.
+        like: Tensors with the shapes and dtypes.
+        tensors: A tensor, or None for zeros, for each of `like`.
 
     Returns:
-        [numel of that dtype] each.
+        A tensor [numel of its dtype] for each dtype.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for model, tensor in zip(like, tensors, strict=True):
@@ -145,7 +145,7 @@ def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tenso
 
 
 def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
-    """The packed tensors, as views of `packed` in the shapes of `like`."""
+    """Unpack tensors, as views of `packed` in the shapes of `like`."""
     dtypes = list(dict.fromkeys(each.dtype for each in like))
     offsets = dict.fromkeys(dtypes, 0)
     views = []

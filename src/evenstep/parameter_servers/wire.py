@@ -1,28 +1,28 @@
-"""Calls between the processes of a run, over evenstep's own sockets: a client asks, a listener answers.
+"""Calls between the processes of a run, over evenstep's own sockets: a client sends a call, a listener answers.
 
 [Note: who may connect]
-Processes of one host meet at a Unix socket in a folder of mode 0700, and the kernel reports the peer's process and
-user. Between nodes they meet at a TCP port. On both, each side proves to the other that it has the run's key: an
+Processes of one host connect over a Unix socket in a folder of mode 0700, and the kernel reports the peer's process and
+user. Between nodes they connect over TCP. On both, each side proves to the other that it has the run's key: an
 HMAC-SHA256 over two fresh random numbers, the run, the attempt, the server and the rank. So a process of an earlier
-attempt is a stranger, too. A stranger is refused with a message, and the run continues. Nothing is encrypted, and
-nothing is ever unpickled: a frame is a JSON header of bounded length and the raw bytes of the tensors that it
-describes, up to a limit.
+attempt is refused, too. A stranger is refused with a message, and the run continues. Nothing is encrypted, and nothing
+is ever unpickled: a frame is a JSON header of bounded length and the raw bytes of the tensors that it describes, up to
+a limit.
 
 [Note: a call is applied once]
 A client numbers its calls and has one in flight. If its connection breaks, it connects again and repeats the call. For
-a number that it has seen, a listener repeats its answer, or waits for it: each call is handled once. The client
-confirms an answer with tensors. The listener stores the answer only until then: otherwise it would hold a copy of the
-parameters for each worker while the workers compute.
+a number that it has seen, a listener repeats its answer, or waits for the answer: each call is handled once. The client
+confirms the receipt of an answer with tensors. The listener stores the answer only until then: otherwise it would hold
+a copy of the parameters for each worker while the workers compute.
 
 [Note: when a peer is lost]
-If a connection ends and the peer's process has ended, the peer is lost; on one host that is known at once. Otherwise
+If a connection ends and the peer's process has ended, the peer is lost. On one host that is known at once. Otherwise
 the peer has `silent_s` to connect again: it may only have lost the connection. A client that finds nobody listening has
 lost its server. Between nodes the kernels exchange keepalive probes: a node without power is lost, a busy or stopped
-process isn't. TCP_USER_TIMEOUT can't distinguish the two: it also ends the connection to a process that is slow to
-read, although the kernel there answers. So while bytes are unacknowledged, each turn of a wait checks when the other
-kernel last answered. Waits are counted in such turns, so that a time in which this process itself was stopped doesn't
-count as the peer's silence. Forked children, such as a loader's workers, close their copies of the sockets; else the
-end of a connection would never be seen.
+process isn't. TCP_USER_TIMEOUT can't distinguish the two: it also ends the connection to a process that reads slowly,
+although the kernel there answers. So while bytes are unacknowledged, each turn of a wait checks when the other kernel
+last answered. Waits are counted in such turns, so that a time in which this process itself was stopped doesn't count as
+the peer's silence. Forked children, such as a loader's workers, close their copies of the sockets; else the end of a
+connection would never be seen.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from evenstep.ground.host.processes import is_running
 _LENGTH = struct.Struct("!I")
 _HELLO = struct.Struct("!I32s32s")  # the client's rank, its random number and its proof
 _MOST_HEADER_BYTES = 1 << 24
-_NUM_WAITING = 32  # connections without a proof yet
+_NUM_WAITING = 32  # the most connections that haven't proved their key yet
 _HANDSHAKE_S = 5.0
 _POLL_EVERY_S = 0.02
-_TURN_S = 1.0  # at most, of a wait
+_TURN_S = 1.0  # the longest turn of a wait
 _SAY_EVERY_S = 1.0
-_LEAST_TRIES = 5  # to connect again, even if this process was stopped meanwhile
+_LEAST_TRIES = 5  # the fewest tries to connect again, even if this process was stopped meanwhile
 _NODE_IS_GONE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 _PEER_IDENTITY = struct.Struct("3i")  # pid, user and group of a Unix socket's other side
 _TCP_INFO = struct.Struct("=3xB20xI28xI")  # unanswered probes, unacknowledged segments, ms since the last answer
@@ -80,11 +80,11 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Message(NamedTuple):
-    """A message, as sent.
+    """A call or an answer, as sent.
 
     Attributes:
-        head: In JSON types.
-        tensors: On the CPU, contiguous.
+        head: The message's fields, in JSON types.
+        tensors: The message's tensors, contiguous and on the CPU.
     """
 
     head: dict[str, Any]
@@ -96,7 +96,7 @@ class Badge:
     """How a process proves that it belongs to a run.
 
     Attributes:
-        key: The run's secret; empty between processes of one host.
+        key: The run's secret; b"": there is none, and a random text in `run` identifies the run.
         run: The run, the attempt and the server's role.
     """
 
@@ -112,18 +112,18 @@ class Listener:
     """Answers the calls of a run's other processes, with a thread for each connection.
 
     Args:
-        where: A folder for a Unix socket; or the address of this host at which to listen.
-        badge: Its proof.
+        where: A folder for a Unix socket; or this host's address on which to listen.
+        badge: The listener's badge.
         answer: Called with a rank and its call, in a thread; returns the answer. An exception is answered as "error".
         lost: Called with a rank, in a thread, if the rank is lost without having closed its connection.
         most_bytes: The limit for the tensors of one call.
         silent_s: See [Note: when a peer is lost].
 
     Attributes:
-        address: For `Client`.
+        address: The address to pass to `Client`.
 
     Raises:
-        OSError: It can't listen at `where`.
+        OSError: The process can't listen at `where`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Listener:
             except (
                 OSError,
                 RuntimeError,
-            ) as error:  # closed; or strangers use all descriptors or threads
+            ) as error:  # the listener is closed; or strangers use all descriptors or threads
                 if isinstance(error, RuntimeError):
                     connection.close()
                 self._make_room(0)
@@ -273,10 +273,10 @@ class Listener:
         say(f"evenstep: parameter servers: a stranger's connection{where} was refused: {error.strerror or error}")
 
     def _answer_once(self, rank: int, peer: _Peer, message: Message) -> Message:
-        """[Note: a call is applied once]."""
+        """Handle a new call, or repeat the answer: see [Note: a call is applied once]."""
         number = message.head.pop("call")
         with self._lock:
-            is_new = number > peer.number  # an older one comes from a broken connection; nobody waits for it
+            is_new = number > peer.number  # an older call comes from a broken connection; nobody waits for it
             if is_new:
                 peer.number, peer.answer = number, Future()
             answer = peer.answer
@@ -305,13 +305,13 @@ class Listener:
 class _Peer:
     """A listener's record of a rank."""
 
-    connection: socket.socket | None = None  # None: it has left, or is lost
-    pid: int = 0  # 0: it isn't visible from this host
-    number: int = 0  # the number of its newest call
+    connection: socket.socket | None = None  # None: the rank has left, or is lost
+    pid: int = 0  # 0: the process isn't visible from this host
+    number: int = 0  # the number of the rank's newest call
     answer: Future[Message] = field(default_factory=Future)
 
     def forget(self, number: int) -> None:
-        """Drop an answer: the rank has received it and won't repeat the call.
+        """Drop an answer that the rank has received: it won't repeat the call.
 
         A late repetition from a broken connection gets no answer.
         """
@@ -321,20 +321,20 @@ class _Peer:
 
 
 class Client:
-    """Calls one listener; not for several threads at once.
+    """Calls one listener. Not for several threads at once.
 
     Args:
-        address: Where the listener is.
-        badge: The same as the listener's.
-        rank: This process's.
+        address: The listener's address.
+        badge: The same badge as the listener's.
+        rank: This process's rank.
         who: This process, for messages.
         server: The listener, for messages.
-        timeout_s: How long an answer may take.
+        timeout_s: Seconds that an answer may take.
         silent_s: See [Note: when a peer is lost].
-        most_bytes: How much the tensors of one message may have.
+        most_bytes: The limit for the tensors of one message.
 
     Raises:
-        PeerLostError: Nobody listens there, the listener is another process, or it refuses this one.
+        PeerLostError: Nobody listens at the address, the listener is another process, or it refuses this process.
     """
 
     def __init__(
@@ -353,9 +353,9 @@ class Client:
         self._timeout_s, self._silent_s, self._most_bytes = timeout_s, silent_s, most_bytes
         self._number = 0
         self._call = Message({})
-        self._answer: Future[Message] | None = None  # of the call in flight
+        self._answer: Future[Message] | None = None  # the answer to the call in flight
         self._is_sent = True
-        self._error: EvenstepError | None = None  # the error after which it gave up
+        self._error: EvenstepError | None = None  # the error after which this client gave up
         self._line = self._reach()
 
     def __repr__(self) -> str:
@@ -366,7 +366,7 @@ class Client:
 
         Args:
             kind: The kind of call.
-            tensors: Must not be changed until the answer has arrived.
+            tensors: The call's tensors. Don't change them until the answer has arrived.
             head: Further fields of the call, in JSON types.
 
         Returns:
@@ -375,7 +375,7 @@ class Client:
 
         Raises:
             UsageError: The tensors are larger than a message may be.
-            EvenstepError: As the returned function does; or an earlier call has failed.
+            EvenstepError: As the returned function raises; or an earlier call has failed.
         """
         if self._error is not None:
             raise self._error
@@ -400,11 +400,11 @@ class Client:
         return finish
 
     def call(self, kind: str, tensors: Sequence[Tensor] = (), **head: Any) -> Message:
-        """`start`, and wait for the answer."""
+        """Send a call, and wait for the answer: see `start`."""
         return self.start(kind, tensors, **head)()
 
     def close(self) -> None:
-        """Leave in good order, so that the listener doesn't report a loss."""
+        """Leave, so that the listener doesn't report a loss."""
         with contextlib.suppress(OSError):
             self._line.send(Message({"kind": "bye"}), _TURN_S)
         self._line.close()
@@ -423,7 +423,7 @@ class Client:
                 if self._is_sent:
                     message = self._line.receive(self._most_bytes, self._timeout_s)
                     answer.set_result(message)
-                    self._answer, self._call = None, Message({})  # references are dropped
+                    self._answer, self._call = None, Message({})  # drops references
                     if message.tensors:
                         self._line.send(Message({"kind": "had", "call": self._number}), self._timeout_s)
                 else:
@@ -437,7 +437,7 @@ class Client:
                 self._begin_again(error)
 
     def _begin_again(self, error: OSError) -> None:
-        """Connect again, if that can help."""
+        """Connect again, unless the error shows that the server is lost."""
         try:
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise CollectiveTimeoutError(
@@ -451,7 +451,7 @@ class Client:
             raise
 
     def _reach(self) -> Line:
-        """Connect. Repeat that for `silent_s`, unless nobody listens."""
+        """Connect; retry for `silent_s`, unless nobody listens."""
         for _ in range(_LEAST_TRIES + int(self._silent_s / _POLL_EVERY_S)):
             try:
                 return self._connect()
@@ -465,10 +465,10 @@ class Client:
         raise self._lost(last) from None
 
     def _connect(self) -> Line:
-        """A connection to the server.
+        """Open a connection to the server.
 
         Raises:
-            OSError: It can't be reached. TimeoutError: Its node, or the server, doesn't answer.
+            OSError: The server can't be reached. TimeoutError: The server, or its node, doesn't answer.
         """
         if self._address.startswith("unix:"):
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -507,11 +507,11 @@ class Line:
     """A connection that sends and receives frames as long as the other process's node answers.
 
     Args:
-        connected: A socket.
+        connected: A connected socket.
         silent_s: See [Note: when a peer is lost].
 
     Attributes:
-        socket: It.
+        socket: The socket.
     """
 
     def __init__(self, connected: socket.socket, silent_s: float) -> None:
@@ -537,7 +537,7 @@ class Line:
             patience_s: The time limit for its head, and for each of its tensors; None: no limit.
 
         Raises:
-            OSError: The connection has ended. TimeoutError without a number: it took too long.
+            OSError: The connection has ended. TimeoutError without an errno: sending took too long.
         """
         described = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
         head = json.dumps({**message.head, "tensors": described}).encode()
@@ -549,7 +549,7 @@ class Line:
         """Receive a message.
 
         Args:
-            most_bytes: The limit for its tensors.
+            most_bytes: The limit for the message's tensors.
             patience_s: As in `send`.
 
         Raises:
@@ -603,7 +603,7 @@ class Line:
                 raise TimeoutError("timed out")
 
     def _node_is_silent(self) -> bool:
-        """Whether the other kernel has owed an answer for `silent_s`."""
+        """Whether the other node's kernel has not answered for `silent_s`, although it should have."""
         if self.socket.family == socket.AF_UNIX:
             return False
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -638,6 +638,6 @@ def _reached(folder: Path) -> Any:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection. If another thread waits in it, that thread closes it."""
+    """End a connection. A thread that waits in it then closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

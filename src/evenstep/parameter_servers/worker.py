@@ -1,4 +1,4 @@
-"""A worker's calls of all servers; in a world of one, of the server in its own process."""
+"""A worker's calls to all servers; in a world of one, to the server in its own process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.parameter_servers.wire import Client, Message
 
 
 class Direct:
-    """Calls the server in this process; `Client` calls the others."""
+    """Calls the server in this process, with the interface of `Client`."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -41,17 +41,17 @@ class Direct:
 
 
 class Servers:
-    """All servers, as a worker sees them. Not for several threads at once.
+    """A worker's connection to all servers. Not for several threads at once.
 
     Args:
-        clients: One for each server; the first server decides.
-        roles: This worker's.
-        timeout_s: For messages.
+        clients: A client for each server; the first server decides.
+        roles: This worker's roles.
+        timeout_s: The run's timeout, for messages.
 
     Attributes:
-        who: This worker, for people.
-        num_pushes: The number of its pushes.
-        begun: Batches that its loop received since the last backward pass.
+        who: This worker's name, for people.
+        num_pushes: Number of this worker's pushes.
+        begun: Batches that the loop received since the last backward pass.
         used: Batches whose gradients the next push has.
     """
 
@@ -83,8 +83,8 @@ class Servers:
         return self._release("step", self.num_pushes, tensors, batches=batches, **first.head, **head)
 
     def pull(self) -> list[Message]:
-        """The newest parameters of every server."""
-        self._num_pulls += 1  # counted downwards: the number is the call's
+        """Request the newest parameters of every server."""
+        self._num_pulls += 1  # pulls have negative call numbers, pushes positive ones
         return self._release("pull", -self._num_pulls)
 
     def leave(self, failure: str) -> list[Message]:
@@ -131,7 +131,7 @@ class Servers:
         self._clients = ()
 
     def _release(self, kind: str, number: int, tensors: Sequence[Tensor] = (), **head: Any) -> list[Message]:
-        """Call the first server, and wait until all have released the call of a number."""
+        """Call the first server, and wait until all servers have released the call with a number."""
         calls = [self._clients[0].start(kind, tensors, number=number, **head)]
         calls += [client.start("await", number=number) for client in self._clients[1:]]
         answers = []
@@ -143,7 +143,7 @@ class Servers:
         return answers
 
     def _checked(self, server: int, answer: Message) -> Message:
-        """The answer of a server, unless it reports a failure.
+        """Return a server's answer, or raise the failure that it reports.
 
         Raises:
             PeerLostError: The run can't continue.

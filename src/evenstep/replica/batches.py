@@ -13,18 +13,18 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.computing.virtual_ranks import begin_of
 
-# Two rows and not one: batch normalisation refuses to train on a single value per channel.
+# Two rows, because batch normalisation refuses to train on a single value per channel.
 _MIN_ROWS = 2
 
 
 class InputWatcher(Protocol):
-    """Is called with the training inputs of wrapped models."""
+    """An object that is called with the training inputs of wrapped models."""
 
     def see(self, inputs: Any) -> None:
         """Called with the pytree of a model's arguments, before a forward pass in grad mode."""
 
 
-# Empty in most steps: wrapped models don't take their fast path while there is a watcher.
+# Keep this empty in most steps: wrapped models don't take their fast path while there is a watcher.
 input_watchers: WeakSet[InputWatcher] = WeakSet()
 
 
@@ -38,8 +38,8 @@ def show_inputs(inputs: Any) -> None:
 def is_empty_batch(batch: Any, dim: int = 0) -> bool:
     """Whether a batch has no sample: there are tensors with a batch dimension, and all of them have length 0 there.
 
-    One longer tensor is enough for samples: a batch may contain an empty tensor, such as the images of samples that
-    only have texts.
+    A batch with one longer tensor has samples: other tensors may be empty, such as the images of samples that only have
+    texts.
     """
     lengths = {leaf.shape[dim] for leaf in pytree.tree_leaves(batch) if has_rows(leaf, dim)}
     return lengths == {0}
@@ -51,7 +51,7 @@ def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
     Args:
         batch: A pytree of tensors with n samples along `dim`. Tensors without that dimension and other values go into
             every part.
-        num_parts: How many parts; there are fewer if there are fewer samples, and none if there are none.
+        num_parts: The number of parts; there are fewer if there are fewer samples, and none if there are none.
         dim: The batch dimension.
 
     Raises:
@@ -74,7 +74,7 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
     """Flatten a batch: (leaves, each with whether it has rows; structure; number of samples). Pure.
 
     Raises:
-        ConfigurationError: No tensor, or tensors of different lengths.
+        ConfigurationError: There is no tensor, or tensors have different lengths.
     """
     leaves, structure = pytree.tree_flatten(batch)
     lengths = {int(leaf.shape[dim]) for leaf in leaves if has_rows(leaf, dim)}
@@ -90,12 +90,12 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
 
 
 def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list[Any]:
-    """Add empty parts in front, up to the number of parts of the rank with the most. Pure.
+    """Add empty parts in front, so that all ranks have the same number of parts. Pure.
 
     Args:
         parts: The parts of this rank's share.
-        most: The largest number of parts of a rank.
-        batch: The share, for its structure.
+        most: The largest number of parts that a rank has.
+        batch: The rank's share, for its structure.
         dim: The batch dimension.
     """
 
@@ -107,7 +107,7 @@ def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list
 
 
 class DummyBatch:
-    """The batch that a module runs on when this rank's share is empty: one remembered sample, repeated.
+    """The batch on which a module runs when this rank's share is empty: one remembered sample, repeated.
 
     If the very first batch is empty there is no sample, and the dummy batch consists of zeros of the right shape.
 
@@ -124,7 +124,7 @@ class DummyBatch:
         dim: The batch dimension.
 
     Attributes:
-        has_sample: A sample has been remembered.
+        has_sample: Whether a sample has been remembered.
     """
 
     def __init__(self, dim: int = 0) -> None:
@@ -189,8 +189,8 @@ class DummyBatch:
                 found = [dim for dim in dims[:1] if has_rows(output, self._dim) and not then[dim] % self._num_rows]
             else:
                 found = [dim for dim in dims if output.shape[dim] != then[dim]]
-            # A view even of an output that isn't cut: hooks are put on it, and it may be another wrapped model's
-            # output, too.
+            # Return a view even of an output that isn't cut: it gets hooks, and it may also be another wrapped model's
+            # output.
             return output.narrow(found[0], 0, 0) if found else output.view_as(output)
 
         return pytree.tree_map_only(Tensor, cut, outputs)
@@ -202,5 +202,5 @@ def _shapes(outputs: Any) -> list[tuple[int, ...]]:
 
 
 def has_rows(leaf: Any, dim: int) -> bool:
-    """Whether this is a tensor with a batch dimension. Other values go into every part."""
+    """Whether a leaf is a tensor with a batch dimension. Other values go into every part."""
     return isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()

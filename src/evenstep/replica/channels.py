@@ -6,9 +6,9 @@ ranks, and never with a bucket, which travels earlier on one rank and later on a
 [Note: several wrapped models]
 
 A loss may go through two wrapped models (a GAN, an encoder and a decoder). A rank that has samples sends the buckets of
-both while autograd runs, in the order in which they fill; a rank whose share is empty sends first all buckets of one
-model, then all of the other, when their passes end. And two models may be trained in two threads, whose calls have no
-common order at all. So each wrapped model has its own transport for everything that its passes and its optimizer's
+both while autograd runs, in the order in which they fill. A rank whose share is empty sends all buckets of one model,
+and then all of the other, when the models' passes end. And two models may be trained in two threads, whose calls have
+no common order at all. So each wrapped model has its own transport for everything that its passes and its optimizer's
 steps send, including messages (`Trained.control`), and another one for its SyncBatchNorms if it has any. Steps send
 nothing over the world's `control`. The first model has the world's transport, and a program with one model makes no
 other.
@@ -42,7 +42,7 @@ def channel(
     """Return the transport of one purpose and device, which carries no other calls.
 
     Collective the first time, over the ranks of the group: all of them open new channels in the same order. There is
-    one per device, because autograd has a thread per device, and the threads' calls have no common order.
+    one transport per device, because autograd has a thread per device, and the threads' calls have no common order.
 
     Args:
         world: The ranks; the transport is closed with the world.
@@ -69,17 +69,17 @@ def _split_for(members: World, device: torch.device) -> Transport:
 
 
 class _Pool:
-    """Transports of a world for one purpose and device. One owner uses a transport at a time; a later owner reuses it.
+    """A world's transports for one purpose and device. A transport has one owner at a time; later owners reuse it.
 
     [Note: calls that not all ranks made]
-    A rank that draws one batch to show it makes the loader's comparison of data on that rank alone. The next owner's
-    first call would be matched with that call by mistake. So a transport over which ranks have made different numbers
-    of calls isn't used any more.
+    If only one rank draws a batch, to show it, only that rank makes the call with which the loader compares data. The
+    next owner's first call would be matched with that call by mistake. So a transport isn't used any more once ranks
+    have made different numbers of calls over it.
 
     Args:
         world: The ranks.
         device: The tensors' device.
-        first: Transport number 0; None: it is made when needed, as the others are.
+        first: Transport number 0; None: it is made when needed, like the others.
     """
 
     def __init__(self, world: World, device: torch.device, first: Transport | None = None) -> None:
@@ -91,13 +91,13 @@ class _Pool:
     def take(self, owner: object) -> Transport:
         """Collective: the first transport that is free on every rank.
 
-        The owner has it until the owner is collected here.
+        The owner has it until the owner is garbage-collected on this rank.
         """
         world = self._world()
         assert world is not None
         number = self._first_free(world)
         if number == len(self._made):
-            gc.collect()  # wrapped models contain reference cycles: an unused one may not be collected yet
+            gc.collect()  # wrapped models contain reference cycles: an unused model may not be collected yet
             number = self._first_free(world)
         if number == len(self._made):
             self._made.append(_split_for(world, self._device))
@@ -134,7 +134,7 @@ def bucket_transport(world: World, owner: object) -> Transport:
 def channel_of(
     owner: object, world: World, purpose: str, device: torch.device, process_group: dist.ProcessGroup | None = None
 ) -> Transport:
-    """As `channel`, for a single owner as long as it lives. Collective every time.
+    """Like `channel`, for a single owner as long as it lives. Collective every time.
 
     Args:
         owner: The owner, such as the SyncBatchNorms of one model.
@@ -154,8 +154,8 @@ class Peers:
 
     Attributes:
         everybody: All ranks that have parts of the model.
-        control: Carries messages between all of them, in order with the model's passes.
-        transport: Carries parameters between the ranks that have the same parts as this one.
+        control: Carries messages between the ranks of `everybody`, in order with the model's passes.
+        transport: Carries parameters between the ranks that have the same parts as this rank.
         number: Number of this rank's replica of the model.
         mesh: The mesh of all ranks, if each replica is divided over its dimension "shard"; None: each rank has a whole
             replica.
@@ -174,10 +174,10 @@ _wrapped_by: weakref.WeakKeyDictionary[World, weakref.WeakKeyDictionary[object, 
 
 
 def validate_thread(world: World, model: object) -> None:
-    """Raise if another thread, which still runs, has wrapped models: see [Note: several wrapped models]. Local.
+    """Raise if another running thread has wrapped models: see [Note: several wrapped models]. Local.
 
     Args:
-        world: The world of the model that is to be wrapped.
+        world: The world of the model to wrap.
         model: The new wrapper.
 
     Raises:

@@ -11,12 +11,12 @@ counterpart. A rank that has left takes part in each window's end like a rank wi
 
 With `Join([a, b])` the ranks that have left run a's hook and then b's, once per step, and only a's calls are counted.
 Whether a's window ends first depends on the program, and even on whether it calls `loss.backward()` or
-`model.backward`. So with several of our models each active rank sends, at the end of every window, the number of the
+`model.backward`. So with several evenstep models, each active rank sends, at the end of every window, the number of the
 window's model (`Uneven.announce`), and a hook on a rank that has left takes part in the window of that model. The first
-window of a step to end is counted for the first listed model.
+window that ends in a step is counted for the first listed model.
 
-Joinables of other classes send no number. `Join` counts the calls of the first listed joinable, so that one has to be a
-model of ours.
+Joinables of other classes send no number. `Join` counts the calls of the first listed joinable, which therefore has to
+be an evenstep model.
 """
 
 from __future__ import annotations
@@ -60,24 +60,25 @@ _BEFORE: JoinConfig = JoinConfig.construct_disabled_join_config()  # type: ignor
 
 
 class Uneven(JoinHook):
-    """One model in a `Join`. On active ranks the model's exchange calls it, on ranks that have left torch does.
+    """One model in a `Join`. On active ranks the model's exchange calls it; on ranks that have left, torch does.
 
     Args:
         model: The wrapped module.
-        divide_by_initial_world_size: Average plain gradients over all ranks, including those that have left.
+        divide_by_initial_world_size: Whether plain gradients are averaged over all ranks, including those that have
+            left.
 
     Attributes:
-        divide_by_initial_world_size: As given.
-        has_joined: This rank has left its loop.
+        divide_by_initial_world_size: The given argument.
+        has_joined: Whether this rank has left its loop.
     """
 
     def __init__(self, model: Joining, divide_by_initial_world_size: bool) -> None:
         self.divide_by_initial_world_size = divide_by_initial_world_size
         self.has_joined = False
         self._model = weakref.proxy(model)
-        self._num_windows = 0  # windows that have ended; every model has one in each step
+        self._num_windows = 0  # windows that have ended; every model has one window per step
         self._is_open = False
-        self._counted: Any = None  # `Join` is counting this rank for the open window
+        self._counted: Any = None  # torch's pending count of this rank for the open window
         joined = _joined_last.get(model.world)
         # `Join` makes all hooks before it marks the first joinable as the first.
         if joined is None or model in joined or any(each._join_config is not _BEFORE for each in joined):
@@ -88,7 +89,7 @@ class Uneven(JoinHook):
         model._set_uneven(self)
 
     def announce(self) -> None:
-        """Collective, before the first collective of a window: have the ranks that have left take part in it.
+        """Collective, before the first collective of a window: make the ranks that have left take part in it.
 
         Raises:
             UsageError: A joinable of another class is listed first, ranks are in different models' windows, or this
@@ -112,7 +113,7 @@ class Uneven(JoinHook):
         self._is_open = True
 
     def announce_bucket(self) -> None:
-        """As `announce`, before a bucket is sent. With several models the announcement waits until the window's end."""
+        """Like `announce`, before a bucket is sent. With several models it is announced at the window's end."""
         if len(self._joined) == 1 or not self._model._join_config.enable:
             self.announce()
 
@@ -125,7 +126,7 @@ class Uneven(JoinHook):
             self._num_windows += 1
 
     def lowest_active(self, control: Transport) -> int:
-        """Collective: the lowest active rank. All ranks get its module buffers."""
+        """Collective: the lowest active rank, whose module buffers all ranks get."""
         lowest = torch.tensor([control.world_size if self.has_joined else control.rank], device="cpu")
         control.all_reduce(lowest, "min").wait()
         return int(lowest)
@@ -147,7 +148,7 @@ class Uneven(JoinHook):
         told = world.exchange([is_last_joiner, self._num_windows])
         left_last = [is_last for is_last, _ in told]
         self._model._was_uneven |= len({num_windows for _, num_windows in told}) > 1
-        src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # torch's choice, under torch's name
+        src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # the same choice as torch's
         self._model._authoritative_rank = src
         broadcast(self._model._kept_tensors(), world.transport, src=src)
         if self.has_joined:
@@ -165,7 +166,7 @@ class Uneven(JoinHook):
         return Join.notify_join_context(first)  # type: ignore[arg-type]
 
     def _agree_on_window(self, number: int, *, is_again: bool = False) -> int:
-        """Collective: agree on whose window ends; ranks that have left pass -1."""
+        """Collective: agree on the model whose window ends; ranks that have left pass -1."""
         last = len(self._joined) - 1
         if last == 0:
             return 0
@@ -200,11 +201,11 @@ _entered: weakref.WeakSet[World] = weakref.WeakSet()
 def join_of_one(
     model: Joining, *, throw_on_early_termination: bool, divide_by_initial_world_size: bool
 ) -> Iterator[None]:
-    """torch's `Join` of one of our models, which is also left when an exception is raised.
+    """torch's `Join` of one evenstep model, which is also left when an exception is raised.
 
     Args:
         model: The wrapped module.
-        throw_on_early_termination: As torch's.
+        throw_on_early_termination: As in torch.
         divide_by_initial_world_size: See `Uneven`.
 
     Raises:

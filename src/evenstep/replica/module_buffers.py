@@ -1,12 +1,12 @@
-"""The buffers of a module (running statistics and the like): all ranks get rank 0's, unless a rule says otherwise.
+"""The buffers of a module (running statistics, for example): all ranks get rank 0's, unless a rule says otherwise.
 
 [Note: statistics]
 
 A codebook or a counter is a statistic of all ranks' samples. The amounts that ranks have added to it since the window's
-first forward pass are added over ranks. With "mean" the sum is divided by the number of ranks that had samples. So a
-decaying average that is linear in each rank's amount equals that of the whole batch if shares have equal sizes.
-Statistics begin as rank 0's. Values that a program writes outside of forward passes with gradients (initialisation by
-k-means, a loaded state) aren't added over ranks: they have to be the same on all ranks.
+first forward pass are added over ranks. With "mean" the sum is divided by the number of ranks that had samples. So, if
+shares have equal sizes, a decaying average that is linear in each rank's amount equals that of the whole batch.
+At the start all ranks get rank 0's statistics. Values that a program writes outside of forward passes with gradients
+(initialisation by k-means, a loaded state) aren't added over ranks, and have to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ def broadcast(tensors: Iterable[Tensor], transport: Transport, *, src: int = 0) 
         if tensor.numel() == 0:
             continue
         flat = tensor.detach().contiguous().reshape(-1)
-        raw = flat.view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
+        raw = flat.view(torch.uint8)  # bytes, which every backend carries, for any dtype
         started.append((transport.broadcast(raw, src), flat, tensor))
     for work, flat, tensor in started:
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
-            # Through `.data`: autograd may have saved the buffer for a graph that still exists, and would report a new
-            # version as an illegal change by the user.
+            # Write through `.data`: autograd may have saved the buffer for a graph that still exists, and would report
+            # a new version as an illegal change by the user.
             tensor.data.copy_(flat.view(tensor.shape))
 
 
 def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str, str]]:
-    """(owner, name in it, whole name) of every module buffer, also of those that are None.
+    """(owner, name in the owner, full name) of every module buffer, including those that are None.
 
     Args:
         module: The module; buffers of its parts are included, and parts may be TorchScript's.
-        ignored: Whole names that are left out.
+        ignored: Full names to leave out.
     """
     found = [
         (owner, name, f"{prefix}.{name}" if prefix else name)
         for prefix, owner in module.named_modules()
-        for name, _ in owner._buffers.items()  # a module of TorchScript's has no iterator and no `get` there
+        for name, _ in owner._buffers.items()  # TorchScript's `_buffers` has no iterator and no `get`
     ]
     return [each for each in found if each[2] not in ignored]
 
 
 def buffer_at(owner: nn.Module, name: str) -> Tensor | None:
-    """The buffer that is at a place now, or None."""
+    """The present buffer at a place, or None."""
     return owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
 
 
@@ -79,12 +79,12 @@ def validate_rules(rules: Mapping[str, str], module: nn.Module, ignored: Collect
     """Refuse rules for module buffers that can't be followed.
 
     Args:
-        rules: For each pattern of names, as in `fnmatch`, the name of a `Rule`.
+        rules: The name of a `Rule` for each pattern of names (as in `fnmatch`).
         module: The module that has the buffers.
         ignored: Names of buffers that every rank keeps for itself.
 
     Raises:
-        ConfigurationError: Naming the pattern or the buffer.
+        ConfigurationError: A rule can't be followed; the message names the pattern or the buffer.
     """
     who = "DistributedDataParallel: buffers"
     if not isinstance(rules, Mapping) or not all(isinstance(each, str) for each in rules):
@@ -120,7 +120,7 @@ class _Sent:
     work: Work
     packed: Tensor
     buffers: list[Tensor]
-    before: list[Tensor] | None = None  # values of statistics at the window's begin; None for other buffers
+    before: list[Tensor] | None = None  # values of statistics at the window's beginning; None for other buffers
     is_mean: bool = False
 
 
@@ -128,14 +128,14 @@ class BufferExchange:
     """Makes the persistent buffers of a module equal at the end of a step, packed by device and dtype.
 
     Args:
-        module: The module. Its buffers may be replaced later, but none added.
+        module: The module. Its buffers may be replaced later, but no buffers may be added.
         transport: Carries the buffers, in order with the gradients.
         ignored: Names of buffers that every rank keeps for itself.
         rules: As in `validate_rules`.
         is_on: Whether buffers without a rule become rank 0's. Scripts may switch it between steps, on all ranks.
 
     Attributes:
-        has_statistics: Some are added over ranks, so `begin_forward` has to be called.
+        has_statistics: Whether some buffers are added over ranks, so that `begin_forward` has to be called.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class BufferExchange:
             if rule is None and name in getattr(owner, "_non_persistent_buffers_set", ()):
                 rule = Rule.OWN
             if rule in (Rule.MEAN, Rule.SUM) and buffer_at(owner, name) is None:
-                self._absent[full] = owner, name  # such as in a normalisation without running statistics
+                self._absent[full] = owner, name  # for example in a normalisation without running statistics
                 continue
             self._places.setdefault(rule, []).append((owner, name))
         self.has_statistics = bool(self._places.keys() & {Rule.MEAN, Rule.SUM})
@@ -201,13 +201,13 @@ class BufferExchange:
         return sent
 
     def finish(self, started: Sequence[_Sent]) -> None:
-        """Wait, and write the received values into the module."""
+        """Wait, and write the received values to the module."""
         for each in started:
             each.work.wait()
             if each.before is not None:
                 self._write_statistics(each)
             elif self._transport.rank != self._src:
-                # Through `.data`: see `broadcast`.
+                # Write through `.data`: see `broadcast`.
                 values = unflatten_dense(each.packed, each.buffers)  # type: ignore[no-untyped-call]
                 torch._foreach_copy_([buffer.data for buffer in each.buffers], values)
 
@@ -226,7 +226,7 @@ class BufferExchange:
 
     @torch.no_grad()
     def _add(self, buffers: list[Tensor], before: list[Tensor], *, is_mean: bool) -> _Sent:
-        """Begin to add over ranks: whether a rank had samples, and the amounts that it added; [1 + numel], float64."""
+        """Begin to add over ranks: [whether a rank had samples, the amounts that it added], [1 + numel], float64."""
         count = torch.tensor([float(self._has_samples)], dtype=torch.float64, device="cpu")
         added = [now.double() - then.double() for now, then in zip(buffers, before, strict=True)]
         packed = torch.cat([each.to(buffers[0].device).flatten() for each in (count, *added)])

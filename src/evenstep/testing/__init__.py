@@ -1,8 +1,8 @@
-"""For tests of code that runs on several ranks. Public; nothing inside evenstep imports it.
+"""Help for tests of code that runs on several ranks. Public; nothing inside evenstep imports it.
 
 - `pool`: `RankPool`, rank processes that stay alive between tests.
 - `faults`: faults on request, at a rank, step and phase.
-- `storage`: the conformance suite for storages, also for your own.
+- `storage`: a conformance suite for storages, including your own.
 """
 
 from evenstep.testing.pool import RankPool

@@ -40,12 +40,12 @@ KINDS = {
     "nan": "NaN in a gradient, before it is added to the others'",
     "drift": "changes the first parameter, so that replicas are no longer equal",
 }
-_SPOIL = ("nan", "drift")  # kinds that need the model
+_SPOIL = ("nan", "drift")  # kinds of faults that need the model
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, where and when.
+    """A fault: its kind, and where and when it happens.
 
     Attributes:
         kind: One of `KINDS`.
@@ -76,7 +76,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """ "kill:rank=1,step=7; hang:rank=0,step=2" as faults. Pure.
+    """Parse faults from a text such as "kill:rank=1,step=7; hang:rank=0,step=2". Pure.
 
     Raises:
         ConfigurationError: The text is malformed.
@@ -111,7 +111,7 @@ def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:
         rank: This rank.
 
     Returns:
-        A function that removes them.
+        A function that removes the faults.
     """
     wanted = parse_faults(faults) if isinstance(faults, str) else list(faults)
     own = [fault for fault in wanted if fault.rank == rank]
@@ -125,7 +125,7 @@ class _Injector:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._pending = list(faults)
         self._step = 0
-        # By optimizer, as the launcher counts them.
+        # Steps of each optimizer, as the launcher counts them.
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._handles: list[Any] = []

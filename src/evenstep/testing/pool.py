@@ -10,22 +10,23 @@ from typing import Any
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.pool import RankGroup
 
-_START_S = 110.0  # for processes that import torch on a busy machine
+_START_S = 110.0  # long enough for processes that import torch on a busy machine
 
 
 class RankPool:
-    """One group of processes per world size, made on first use, and again after a failure.
+    """A pool of rank processes: one group per number of ranks, made on first use, and again after a failure.
 
     A world that a function leaves open stays the current one for later functions on that number of ranks, so that
     `evenstep.init()` costs nothing the next time. Functions are sent by name: put them at the top level of a module.
 
     Args:
-        max_ranks: The most processes alive at once; the least recently used groups are closed to stay below.
+        max_ranks: The most processes alive at once; the least recently used groups are closed to stay within this
+            limit.
         device: Default of `evenstep.init(device=...)` in the ranks.
 
     Attributes:
-        num_cases: How many times `run` was called.
-        num_groups: How many groups were started.
+        num_cases: Number of calls of `run`.
+        num_groups: Number of groups that were started.
     """
 
     def __init__(self, *, max_ranks: int = 10, device: str | None = "cpu") -> None:
@@ -45,7 +46,7 @@ class RankPool:
         return {pid for group in self._groups.values() for pid in group.pids}
 
     def run(self, fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call `fn(*args)` on `nproc` ranks and return what each returned, in order of rank.
+        """Call `fn(*args)` on `nproc` ranks and return the results, in order of rank.
 
         Args:
             fn: A function of an importable module.
@@ -54,7 +55,7 @@ class RankPool:
             timeout_s: Seconds after which the ranks are stopped. The start of new processes has a separate limit.
 
         Raises:
-            Exception: As `RankGroup.run`. The processes end then, and new ones are made on the next use: a function
+            Exception: As in `RankGroup.run`. The processes then end, and new ones are made on the next use: a function
                 that expects an exception should catch it itself.
         """
         if nproc < 1 or nproc > self.max_ranks:
@@ -85,7 +86,7 @@ class RankPool:
             while self._groups and sum(self._groups) + nproc > self.max_ranks:
                 self._groups.popitem(last=False)[1].close()
             group = RankGroup(nproc, num_threads=1, device=self._device)
-            group.run(_begin, timeout_s=_START_S)  # else the start would count in the first case's time
+            group.run(_begin, timeout_s=_START_S)  # else the start would count towards the first case's time
             self._groups[nproc] = group
             self.num_groups += 1
         self._groups.move_to_end(nproc)

@@ -1,6 +1,6 @@
-"""A conformance suite for storages: what `checkpoint.store.Storage` does, on every kind of store.
+"""A conformance suite for storages: checks that a storage behaves as `checkpoint.store.Storage` specifies.
 
-    check_storage(lambda: Storage("s3://bucket/run-17", endpoint_url=...))      # a new, empty one at each call
+    check_storage(lambda: Storage("s3://bucket/run-17", endpoint_url=...))      # a new, empty storage at each call
 
 It runs in one process; the exclusion of a second job is checked as far as one process can do that.
 """
@@ -19,7 +19,7 @@ def check_storage(factory: Callable[[], Storage]) -> int:
     """Raise AssertionError if a storage doesn't behave as `Storage` specifies.
 
     Args:
-        factory: Makes a storage with nothing in it; called once per case.
+        factory: Makes an empty storage; called once per case.
 
     Returns:
         The number of cases.
@@ -86,7 +86,7 @@ def _removes(storage: Storage) -> None:
     storage.remove("folder/file")
     assert list(storage.list("folder")) == ["other"]
     storage.remove("folder")
-    storage.remove("folder")  # nothing if there is none
+    storage.remove("folder")  # does nothing if there is none
     storage.remove("folder/file")
     assert list(storage.list()) == ["folder2"]
     storage.put("folder/file", [b"y"])

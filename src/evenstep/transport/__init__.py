@@ -4,7 +4,7 @@ Read `base` (a call as plain data) and `core.transport`, then follow an all-redu
 `shm`; its docstring lists the steps. All modules in the order of imports, from the roof down:
 
 1. `backend/`: the `torch.distributed` backend "evenstep", with which any torch program can use these transports.
-2. `factory`: which transports a world gets, and how ranks that share a node find each other.
+2. `factory`: chooses a world's transports, and lets ranks that share a node find each other.
 3. `tree_order`: sums in a fixed order, over transports that add in their own order.
 4. `internode/`: CPU ranks of several nodes, through shared memory inside each node and Gloo between nodes.
 5. `process_group/`: torch's Gloo and NCCL.

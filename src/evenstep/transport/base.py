@@ -46,17 +46,17 @@ class Arithmetic:
 
     @functools.cached_property
     def itemsize(self) -> int:
-        """Bytes of an element as it is combined."""
+        """Bytes of an element during the combination."""
         return (self.accumulator or self.carrier).itemsize
 
 
 class Row(NamedTuple):
-    """A rank's summand of the divisor of a sum of gradients. Zeros for a rank without samples, or one that has left.
+    """A rank's summand of the divisor of a sum of gradients. Zeros for a rank without samples, or a rank that has left.
 
     Attributes:
-        weight: The sum of its window's weights.
-        is_weighted: 1 if its window is weighted.
-        is_plain: 1 if its window is plain.
+        weight: The sum of the weights in the rank's window.
+        is_weighted: 1 if the rank's window is weighted.
+        is_plain: 1 if the rank's window is plain.
     """
 
     weight: float = 0.0
@@ -66,17 +66,17 @@ class Row(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Collective:
-    """One call, as a rank makes it.
+    """One call of a rank.
 
     Attributes:
-        kind: Its name, one of `header.COLLECTIVES`.
+        kind: The collective's name, one of `header.COLLECTIVES`.
         inputs: This rank's input tensors, in order of rank if it has a part for each; None if it has no input.
         outputs: This rank's output tensors, in order of rank if it gets a part from each; the inputs themselves if the
             call is in place; None if it has no output.
         op: How values are combined; None if they aren't.
-        root: The one rank whose input counts, or that gets the output; -1 if there is none.
-        splits: For an all_to_all: how many elements of `outputs` come from each rank, and how many of `inputs` go to
-            each rank; None, on all ranks: equal parts.
+        root: The only rank whose input is used, or that gets the output; -1 if there is none.
+        splits: For an all_to_all: the numbers of elements of `outputs` from each rank, and of `inputs` to each rank;
+            None, on all ranks: equal parts.
         beside: [n], a few numbers that are added over the ranks in the same call, in place; on all ranks or none.
         row: For a sum of real or complex floats: this rank's row for the divisor, on all ranks or none. If the
             transport `divides`, the result is the sum divided by `core.reduction.divisor_of` all rows; else it is the
@@ -84,11 +84,11 @@ class Collective:
         plain: The divisor if no row is weighted, the same on all ranks.
         packed: The fingerprint that ranks compare. This and the following attributes are filled in as the call is
             checked.
-        flat: [numel], contiguous: the inputs. If this rank has no input, only the length counts.
+        flat: [numel], contiguous: the inputs. If this rank has no input, only the length matters.
         out: [numel], contiguous: the outputs; `flat` if they are the same tensor, or if this rank has no output.
         back: (to, from): a copy to make at the end if the caller's outputs aren't contiguous.
         arithmetic: How values are combined; None if they aren't.
-        divisor: The divisor of the result, if it is known before the call; None: none.
+        divisor: The divisor of the result, if it is known before the call; else None.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class Work(Protocol):
     """The handle of a collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result may be used: on the CPU by all threads, on CUDA by work queued later on this stream.
+        """Wait until the result may be used: on the CPU by all threads, on CUDA by work queued later on this stream.
 
         Raises:
             PeerLostError: A peer died; the transport can no longer be used.

@@ -1,4 +1,4 @@
-"""Which transports a world gets: shared memory within a node, Gloo between nodes, NCCL on GPUs."""
+"""Chooses a world's transports: shared memory within a node, Gloo between nodes, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def open_transports(
     Collective: every rank calls this, in the same order.
 
     Args:
-        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group has it; else shared memory between ranks
+        name: A name in `TRANSPORTS`; None: NCCL on a GPU if the process group has it; else shared memory between ranks
             that share a node, and Gloo between nodes; on a GPU that ranks share, Gloo.
         device: The device of this rank's gradients.
         timeout_s: Deadline of a collective.
-        group: The group; None: the default one.
+        group: The group; None: the default group.
 
     Raises:
         ConfigurationError: The requested transport is not available. Raised on every rank.
@@ -86,7 +86,7 @@ def open_transports(
     def among(ranks: Sequence[int]) -> ProcessGroupTransport:
         return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
 
-    # Over the store, not over Gloo: every Gloo listens on a port as long as it exists.
+    # Use the store, not Gloo: every Gloo listens on a port as long as it exists.
     control = StoreGather(store_of(members), dist.get_rank(group), len(members), timeout_s=timeout_s)
     shared = connect_ranks(control, among, timeout_s=timeout_s)
     why_gloo = shared if isinstance(shared, str) else _NONE_TOGETHER if shared.name == "gloo" else None
@@ -104,10 +104,10 @@ def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: f
     Collective: every rank calls this.
 
     Args:
-        store: Reached by all of them.
+        store: A store that all ranks can reach.
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Deadline for the others to come, and of the transport's calls.
+        timeout_s: Deadline for the arrival of the others, and for the transport's calls.
 
     Returns:
         The transport on every rank; None on every rank if they can't share memory.
@@ -118,15 +118,15 @@ def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: f
 
 
 def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bool = True) -> Transport:
-    """Open a transport of torch's between some ranks.
+    """Open a Gloo or NCCL transport between some ranks.
 
     Collective: these ranks call this, in the same order.
 
     Args:
         name: "gloo" or "nccl".
-        ranks: Their numbers in the default group.
+        ranks: The ranks' numbers in the default group.
         timeout_s: Deadline of a call.
-        alone: Other ranks of the default group don't call this.
+        alone: Whether only these ranks of the default group call this.
     """
     if name == "gloo":
         return open_gloo(ranks, timeout_s=timeout_s)
@@ -156,9 +156,9 @@ def connect_ranks(
     """
     seen = exchange(control, describe_this_process())
     if any(each["problem"] is not None for each in seen) or len((plan := plan_nodes(seen)).nodes) == 1:
-        # One node: the connection also returns the reason if memory can't be shared.
+        # One node: this also returns the reason if memory can't be shared.
         return connect_shared_memory(control, timeout_s=timeout_s, seen=seen)
-    # Imported here, so that the import costs time only in a world of several nodes.
+    # Import it here, so that the import costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 
     node, number = plan.node_and_local_rank(control.rank)

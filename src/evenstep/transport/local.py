@@ -1,4 +1,4 @@
-"""The transport of a world of one: every collective is done at once. So one process runs the same code as several."""
+"""The transport of a world of one: every collective is done at once. One process runs the same code as several."""
 
 from __future__ import annotations
 

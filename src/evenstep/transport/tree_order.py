@@ -16,8 +16,8 @@ first, and then between the ranks that have the same slice, one per node, so tha
 If every node has the same number of consecutive ranks, and that is a power of two, both levels together are the tree
 over all ranks.
 
-Sums run one after the other in the order of their launch, independently of the order in which they are awaited: on the
-CPU in a thread of the transport, over its own groups; on a GPU on its own stream.
+Sums run one after the other in the order of their launch, in whatever order callers wait for them: on the CPU in a
+thread of the transport, over its own groups; on a GPU on its own stream.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from evenstep.transport.core.transport import JointWork, Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 
-Steps = Generator[Work, None, None]  # yields works to be awaited before it goes on
+Steps = Generator[Work, None, None]  # yields works for which to wait before it continues
 
 
 def in_tree_order(
     transport: Transport, nodes: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
 ) -> Transport:
-    """A transport that adds in a binary tree over ranks: the given one, if it does, or an `OrderedTransport` over it.
+    """A transport that adds in a binary tree over ranks: the given one if it does, or an `OrderedTransport` over it.
 
     Collective: every rank calls this.
 
     Args:
         transport: The transport; its number of ranks is a power of two.
-        nodes: By rank, the name of its node.
-        subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
+        nodes: The name of each rank's node.
+        subgroup: Opens a transport, given by name ("gloo", "nccl"), between some ranks; called by these ranks alone.
     """
     if transport.is_in_tree_order:
         return transport
@@ -66,8 +66,8 @@ class OrderedTransport(Transport):
 
     Args:
         inner: The inner transport, of the same ranks.
-        levels: The groups of a sum, one after the other: [all ranks], or [the ranks of this node, the ranks of all
-            nodes with the same local rank]. Nothing else uses these groups.
+        levels: Transports over the groups of a sum, one after the other: [all ranks], or [the ranks of this node, the
+            ranks of all nodes with the same local rank]. Nothing else uses them.
     """
 
     is_in_tree_order = True
@@ -180,7 +180,7 @@ class _OnStream:
 
 
 def _exchange_and_add(level: Transport, flat: Tensor) -> Generator[Work, None, Tensor]:
-    """Returns the sum of this rank's parts of all vectors, in tree order. On a GPU, too, unlike `reduce_into`."""
+    """Return the sum of this rank's parts of all vectors, in tree order. Works on a GPU, too, unlike `reduce_into`."""
     received = torch.empty_like(flat)
     yield level.all_to_all(received, flat)
     parts = list(received.view(level.world_size, -1).unbind())

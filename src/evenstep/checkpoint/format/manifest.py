@@ -1,7 +1,7 @@
 """`manifest.json`: the contents of a checkpoint, with checksums of every part. Pure.
 
-The first line has the format's version and a CRC-32 of everything after that line, so that a flipped bit or a missing
-byte in the manifest itself is found, too. The whole file is plain JSON.
+The first line has the format's version and a CRC-32 of everything after that line: it shows a flipped bit or a missing
+byte in the manifest itself. The whole file is plain JSON.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_BYTES = 1 << 28
 
 _FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
 _FIRST_PATTERN = re.compile(rb'\{"evenstep_checkpoint": (\d{1,9}), "crc32": "([0-9a-f]{8})",\n')
-# Most parts aren't boxes, and only the local tier has copies. Leaving these fields out makes the file shorter.
+# Default values, which aren't written: most parts aren't boxes, and only the local tier has copies and nodes.
 _LEFT_OUT: Mapping[str, object] = {"sizes": None, "copies": (), "node": None}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
-_OBJECT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")  # a part of names of files
+_OBJECT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")  # becomes part of file names
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Part:
     """Consecutive elements of a tensor, or a box of it, in one file.
 
     Attributes:
-        file: Its name.
+        file: The file's name.
         key: The part's name in that file.
         start: First element of this part in the flattened tensor.
         numel: Number of elements in this part.
-        crc32: Checksum of the bytes.
-        sizes: Lengths of a box whose elements aren't consecutive in the flattened tensor; None: they are.
+        crc32: Checksum of the part's bytes.
+        sizes: Lengths of the box, if its elements aren't consecutive in the flattened tensor; None: they are.
     """
 
     file: str
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def place(self) -> tuple[int, int, Shape | None, int]:
-        """Its elements and their checksum: equal for a part and its copies."""
+        """The part's elements and their checksum: equal for a part and its copies."""
         return self.start, self.numel, self.sizes, self.crc32
 
     def boxes(self, shape: Shape) -> list[tuple[Shape, Shape, int]]:
@@ -72,7 +72,7 @@ class TensorEntry:
     """A tensor of an object's state.
 
     Attributes:
-        dtype: Its name, without "torch.".
+        dtype: The dtype's name, without "torch.".
         shape: Shape of the whole tensor.
         parts: Cover the tensor once, in order of their first elements; a single part unless it is divided over the
             ranks.
@@ -86,7 +86,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -95,9 +95,9 @@ class ObjectEntry:
     """One object that was saved.
 
     Attributes:
-        kind: Its class, for messages.
+        kind: The object's class, for messages.
         structure: Argument of `tree.unflatten`.
-        tensors: By name; `structure` refers to them.
+        tensors: The object's tensors by name; `structure` refers to these names.
         aliases: Names of tensors that are the same as another tensor of this object (tied parameters).
         placed: (path, name) of tensors that were divided over the ranks; they aren't in `structure`.
     """
@@ -111,13 +111,13 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One payload.
+    """One payload file.
 
     Attributes:
-        bytes: Its length.
+        bytes: The file's length.
         header_bytes: Length of everything before the first tensor.
-        header_crc32: Checksum of those bytes.
-        node: The node whose local tier has it; None: all ranks share it.
+        header_crc32: Checksum of the first `header_bytes` bytes.
+        node: The node whose local tier has the file; None: all ranks share it.
     """
 
     bytes: int
@@ -174,13 +174,13 @@ class Manifest:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether an object that is saved may have this name."""
+    """Whether a saved object may have this name."""
     return _OBJECT_NAME.fullmatch(name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:
     """The file's content."""
-    # JSON has no infinity, but python's reader and ours accept it, which is enough for metrics.
+    # Standard JSON has no infinity. Python reads and writes it, which is enough for metrics.
     content = asdict(
         manifest, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v != _LEFT_OUT[k]}
     )
@@ -192,7 +192,7 @@ def decode(content: bytes) -> Manifest:
     """The inverse of `encode`.
 
     Raises:
-        ValueError: It is damaged, made by a newer version, or names a file that isn't in its own folder.
+        ValueError: The manifest is damaged, was written by a newer version, or names a file outside of its own folder.
     """
     first, newline, rest = content.partition(b"\n")
     found = _FIRST_PATTERN.fullmatch(first + newline)
@@ -241,7 +241,7 @@ def _part(found: Mapping[str, Any]) -> Part:
 
 
 def validate(manifest: Manifest) -> None:
-    """Raise ValueError if a manifest is inconsistent: even with a valid checksum it may come from anywhere."""
+    """Raise ValueError if a manifest is inconsistent: a valid checksum doesn't show that evenstep wrote it."""
     counts: list[object] = [manifest.step, manifest.world_size]
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:

@@ -46,12 +46,12 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file, as it is stored.
+    """One tensor in a file.
 
     Attributes:
-        key: Its name in the file.
-        dtype: Its dtype in memory: "float32", "complex64".
-        shape: Its shape in memory.
+        key: The tensor's name in the file.
+        dtype: The dtype in memory: "float32", "complex64".
+        shape: The shape in memory.
     """
 
     key: str
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Length in the file."""
+        """Number of bytes that the tensor takes in the file."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
@@ -87,7 +87,7 @@ class Layout:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype with a name.
+    """The torch dtype with this name.
 
     Raises:
         ValueError: torch or safetensors has no such dtype.
@@ -126,7 +126,7 @@ def parse_header(text: bytes, entries: Sequence[Entry], payload_bytes: int) -> d
 
     Args:
         text: The JSON part of the header.
-        entries: Tensors that the file must contain. It may contain others: copies of a node that differ aren't in a
+        entries: Tensors that the file must contain. It may contain others: copies that differ between nodes aren't in a
             manifest.
         payload_bytes: Bytes after the header.
 
@@ -168,7 +168,7 @@ def _stored_as(entry: Entry) -> dict[str, object]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which it keeps alive. Needs no numpy."""
+    """A view of a contiguous CPU tensor's memory, which keeps the tensor alive. Needs no numpy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,4 +1,4 @@
-"""Which rank writes which file, when to save, and what to delete. Pure.
+"""Decides which rank writes which file, when to save, and which checkpoints to delete. Pure.
 
 Every rank knows the tensors of the replicated state, in the same order, so each computes the same plan without
 communication:
@@ -24,13 +24,13 @@ _MIN_SPLIT_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One payload and its writer.
+    """One payload file and the rank that writes it.
 
     Attributes:
         name: The file's name.
         owner: The object that has the tensors.
         rank: The rank that writes it.
-        entries: Its tensors.
+        entries: The file's tensors.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Policy:
         every_steps: Save after every this many steps; None: not by steps.
         every_minutes: Save when this many minutes have passed since the last save; None: not by time.
         keep: Number of newest checkpoints to keep.
-        keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
+        keep_every: Keep checkpoints of multiples of this many steps for good; None: of none.
         best: The metric whose best checkpoint is kept; None: none.
         best_is: "lowest" or "highest".
         local_every_steps: Save to the nodes' own disks after every this many steps; None: never.
@@ -87,7 +87,7 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int, suffix: 
     """Split the replicated tensors into files, and the files over the ranks.
 
     Args:
-        objects: By object, its tensors, equal on all ranks.
+        objects: The tensors of each object, equal on all ranks.
         world_size: Number of ranks.
         suffix: Added to the objects' names in file names.
     """
@@ -115,12 +115,12 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int, suffix: 
 
 
 def shard_file(owner: str, rank: int, world_size: int) -> str:
-    """The file of a rank's shards of an object that is divided over the ranks."""
+    """Name of the file with a rank's shards of an object that is divided over the ranks."""
     return f"{owner}-shards-{rank + 1:05d}-of-{world_size:05d}.safetensors"
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether it is a name from `shard_file`."""
+    """Whether a name is a result of `shard_file`."""
     return "-shards-" in name
 
 
@@ -154,7 +154,7 @@ def plan_removals(metrics: Mapping[int, Mapping[str, float]], policy: Policy) ->
 
     Args:
         metrics: The metrics of each saved step.
-        policy: What to keep.
+        policy: The policy, which says which checkpoints to keep.
     """
     steps: Iterable[int] = sorted(metrics)
     kept = set(sorted(metrics)[-policy.keep :])

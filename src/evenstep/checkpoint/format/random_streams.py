@@ -44,9 +44,9 @@ def capture_streams(world: World) -> dict[str, Any]:
 def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     """Restore this rank's random streams.
 
-    A new rank gets streams derived from rank 0's; or rank 0's own if all ranks draw the same numbers (before they
-    diverge, in reproducible mode, or if the script has seeded them equally). Ranks that share samples on a mesh get the
-    same streams.
+    A rank that the saved run didn't have gets streams derived from rank 0's; or rank 0's own if all ranks draw the same
+    numbers (before they diverge, in reproducible mode, or if the script has seeded them equally). Ranks that share
+    samples on a mesh get the same streams.
 
     Args:
         ranks: Results of `capture_streams` on each rank of the run that saved.
@@ -93,7 +93,7 @@ def _unpacked(packed: Tensor) -> tuple[int, ...]:
 
 
 def _is_shared(ranks: Sequence[Mapping[str, Any]], stream: str) -> bool:
-    """Whether several ranks drew the same numbers. False for a single rank, for which this isn't known."""
+    """Whether all ranks' streams are in the same state. False for a single rank: nothing is known about others."""
     parts = ("torch", "cuda") if stream == "torch" else (stream,)
     return len(ranks) > 1 and all(_equal(each[part], ranks[0][part]) for each in ranks[1:] for part in parts)
 

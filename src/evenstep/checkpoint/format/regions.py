@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, when torch's DTensor divides it. Pure.
+"""Computes which elements of a tensor a rank holds if the tensor is a DTensor. Pure.
 
 A tensor is divided along its dimensions, and along one dimension as `torch.chunk` does: chunks of ceil(length / ranks),
 the last ones shorter or empty. So a rank holds a *region*: a box of the tensor, or several boxes. FSDP2 on top of
@@ -33,7 +33,7 @@ class Split:
     """The division of a tensor over one dimension of a mesh.
 
     Attributes:
-        dim: The tensor's dimension; None: every rank along this mesh dimension has the same.
+        dim: The tensor's dimension; None: all ranks along this mesh dimension have the same elements.
         factor: Number of chunks into which later mesh dimensions have divided `dim` before this one.
     """
 
@@ -62,7 +62,7 @@ class Region:
 
 
 def whole(shape: Shape) -> Region:
-    """All of a tensor."""
+    """The region that is the whole tensor."""
     zeros = (0,) * len(shape)
     return Region(zeros, shape, zeros)
 
@@ -77,7 +77,7 @@ def regions_of(
         held: Shape of the tensor that the rank holds.
         mesh_sizes: The mesh's sizes.
         coordinate: The rank's coordinate in the mesh.
-        splits: One for each dimension of the mesh.
+        splits: The tensor's division over each dimension of the mesh.
 
     Raises:
         ValueError: This division doesn't explain the shape that the rank holds.
@@ -104,7 +104,7 @@ def held_regions(value: DTensor) -> list[Region]:
     """The regions of a DTensor that this rank holds.
 
     Raises:
-        ValueError: Its placements don't explain the shape that it has here.
+        ValueError: The placements don't explain the shape of this rank's part.
     """
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
@@ -119,7 +119,8 @@ def _orders(length: int, steps: list[tuple[int, int, int]]) -> Iterable[Runs]:
     inner = [step for step in steps if step[2] == 1]
     outer = [step for step in steps if step[2] > 1]
     if len(outer) == 1 and steps[0] == outer[0] and outer[0][2] == math.prod(size for size, _, _ in inner):
-        # The order in which torch divides. Divided from the left, an uneven division may give other indices.
+        # FSDP2's order: the outer mesh dimension divides last. Mesh order may give other indices if a division is
+        # uneven.
         yield _divide(length, [*inner, (outer[0][0], outer[0][1], 1)])
     yield _divide(length, steps)
 
@@ -133,7 +134,7 @@ def _divide(length: int, steps: Iterable[tuple[int, int, int]]) -> Runs:
 
 
 def _chunk(runs: Runs, num_chunks: int, index: int) -> Runs:
-    """The elements that `torch.chunk` gives to chunk `index`. There may be fewer chunks than requested."""
+    """The indices in chunk `index` of `torch.chunk`, which may return fewer chunks than requested."""
     size = -(-_length(runs) // num_chunks)
     begin, end = index * size, (index + 1) * size
     found, position = [], 0

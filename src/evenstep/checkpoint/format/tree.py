@@ -9,8 +9,8 @@ A value that JSON lacks becomes a dictionary with one key that begins with "~":
     {"~module": state, "metadata": ...}    a module's state dictionary with torch's versions of its parts
 
 A value is restored with its type. So a type that only derives from one of these (an enum of strings, a named tuple, a
-defaultdict, a masked array) is refused instead of converted to its base. The exception are parameters, which are
-restored as tensors.
+defaultdict, a masked array) is refused instead of converted to its base. Parameters are an exception: they are restored
+as tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_DEPTH = 200
 
 
 def unwrapped(value: Any) -> Any:
-    """The model inside wrappers of replication and `torch.compile`; other objects are returned unchanged."""
+    """The model inside `DistributedDataParallel` and `torch.compile`; other objects are returned unchanged."""
     while isinstance(value, nn.Module):
         if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
             value = value.module
@@ -54,10 +54,10 @@ def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
         owner: The object's name in messages.
 
     Returns:
-        The JSON structure, and the tensors by name: their path, joined by dots. Two names may have one tensor.
+        The JSON structure, and the tensors by name: their path, joined by dots. Two names may refer to one tensor.
 
     Raises:
-        ConfigurationError: It contains something else; the message has its path and type.
+        ConfigurationError: The state contains a value of another type; the message has its path and type.
     """
     tensors: dict[str, Tensor] = {}
     return _flatten(value, (owner,), tensors), tensors

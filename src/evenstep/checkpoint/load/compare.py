@@ -39,7 +39,7 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
 
 
 def _outer_differences(name: str, structure: Mapping[str, Any], target: LocalSGD) -> list[str]:
-    """A line if only one of two LocalSGDs has an outer optimizer, or if these step different groups of parameters."""
+    """A line if two LocalSGDs differ: in whether they have an outer optimizer, or in its parameter groups."""
     here = None if target.outer is None else target.outer.state_dict()["param_groups"]
     kept = structure.get("outer")
     saved, wanted = (

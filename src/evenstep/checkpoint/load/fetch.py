@@ -44,7 +44,7 @@ def recover(
     durable_step: int | None,
     strict: bool,
 ) -> tuple[str, Found] | None:
-    """Collective: read the newest generation of which the nodes together hold every part, and change nothing.
+    """Collective: read the newest generation that the nodes together hold in full, and change nothing.
 
     Args:
         storage: This node's generations.
@@ -55,7 +55,7 @@ def recover(
         strict: As in `restore.find`.
 
     Returns:
-        The generation's folder, and the state that was read; None: use the durable checkpoint, if there is one.
+        The generation's folder, and the state read from it; None: use the durable checkpoint, if there is one.
 
     Raises:
         CheckpointError: The generation is good, but doesn't fit the objects.
@@ -172,7 +172,7 @@ def _copy(storage: Storage, world: World, src: int, plan: Recovery, file: str, *
     received = receive()
     drop = partial(deque[memoryview], maxlen=0)
     consumers: list[Callable[[Iterator[memoryview]], object]] = [partial(storage.put, path), drop] if takes else [drop]
-    for consume in consumers:  # to the end, as on every rank: bytes that a full disk can't store are dropped
+    for consume in consumers:  # to the end, as on every rank: bytes that don't fit on a full disk are dropped
         try:
             consume(received)
         except OSError as error:
@@ -186,7 +186,7 @@ def _copy(storage: Storage, world: World, src: int, plan: Recovery, file: str, *
 def _chunk(storage: Storage, path: str, begin: int, num_bytes: int) -> Tensor | str:
     """Bytes of a file, [num_bytes] uint8, or why they can't be read.
 
-    After the file's end they are undefined, so the checksum is wrong.
+    Bytes after the file's end are undefined, so that the checksum is wrong.
     """
     chunk = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     try:

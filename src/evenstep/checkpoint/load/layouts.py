@@ -1,4 +1,4 @@
-"""Which elements of a saved tensor this rank reads, and into which memory."""
+"""Plans which elements of a saved tensor this rank reads, and to which memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layout:
 
     Attributes:
         shape: The memory's shape.
-        regions: The regions of the whole tensor in it, and their places.
+        regions: The regions of the whole tensor that the memory holds, with their places in it.
         like: A DTensor with the same mesh and, if it has the same shape, the same placements; None: a plain tensor.
     """
 
@@ -37,20 +37,20 @@ class Layout:
     like: DTensor | None = None
 
     def finished(self, memory: Tensor, shape: Shape) -> Tensor:
-        """The tensor of an object's state, once `memory` is filled. Without communication."""
+        """Make the tensor of an object's state from its filled memory. Without communication."""
         return memory if self.like is None else wrapped_like(self.like, memory, shape)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements of a part of a saved tensor, and their place in memory.
+    """A copy of elements from a part of a saved tensor to this rank's memory.
 
     Attributes:
-        start: First of these elements in the part.
-        shape: They are those of a box of this shape, at `start`, ...
-        offsets: ... of which the box from here ...
-        sizes: ... of these lengths is copied ...
-        at: ... to this index of the memory.
+        start: Place of the source box's first element in the part.
+        shape: Shape of the source box.
+        offsets: First index, inside the source box, of the box to copy.
+        sizes: Lengths of the box to copy.
+        at: First index in the memory.
     """
 
     start: int
@@ -60,18 +60,18 @@ class Copy:
     at: Shape
 
     def source(self, values: Tensor) -> Tensor:
-        """The elements in the part's values, [numel]."""
+        """View the elements to copy in the part's values, [numel]."""
         return values[self.start : self.start + math.prod(self.shape)].view(self.shape)[
             _index(self.offsets, self.sizes)
         ]
 
     def target(self, memory: Tensor) -> Tensor:
-        """The elements' place in the memory."""
+        """View the place in the memory to which the elements are copied."""
         return memory[_index(self.at, self.sizes)]
 
 
 def plain(shape: Shape) -> Layout:
-    """The layout of a tensor that this rank has as a whole."""
+    """The layout of a tensor that isn't divided."""
     return Layout(shape, (whole(shape),))
 
 
@@ -90,12 +90,12 @@ def plan_copies(part: Part, shape: Shape, layout: Layout) -> list[Copy]:
 def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layout]:
     """The layouts of tensors that are DTensors in an object of this run, or for which the object returns a layout.
 
-    An optimizer that has made no step has no state yet: state in a parameter's shape is divided as the parameter is,
-    and other tensors of a divided parameter are the same on all ranks of its mesh.
+    An optimizer that has made no step has no state yet. State in a parameter's shape is then divided as the parameter
+    is, and other state of a divided parameter is the same on all ranks of its mesh.
 
     Args:
         owner: Name of the object, for messages.
-        saved: Its entry in the manifest.
+        saved: The object's entry in the manifest.
         target: The object of this run.
 
     Raises:
@@ -152,7 +152,7 @@ def _regions_of(owner: str, name: str, value: DTensor) -> tuple[Region, ...]:
 
 
 def _row_layouts(owner: str, saved: ObjectEntry, local: LocalSGD) -> dict[str, Layout]:
-    """The row of this rank's replica; all rows if the number of replicas has changed."""
+    """Layouts of LocalSGD's state: the row of this rank's replica, or all rows if the number of replicas differs."""
     found = {}
     for name, (num_rows, *shape), parameter in _parameters_in(saved, f"{ROWS}.", local.optimizer):
         regions: tuple[Region, ...] = (whole(tuple(shape)),)

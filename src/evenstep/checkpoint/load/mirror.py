@@ -5,8 +5,8 @@
     local disk     model.safetensors   optimizer.safetensors        |
                         |  by each rank      |                      |
 
-No agreement is needed. A rank that can't see a copy reads the object store; if the disk is full all ranks do. A damaged
-copy doesn't mean a damaged checkpoint: everything is read again from the object store.
+No agreement is needed. A rank that can't see a copy reads the object store; if the disk is full, all ranks of the node
+do. A damaged copy doesn't mean a damaged checkpoint: everything is read again from the object store.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str,
         strict: As in `find`.
 
     Raises:
-        CheckpointError: As `find` does.
+        CheckpointError: As in `find`.
     """
     own = ""
     with contextlib.ExitStack() as held:

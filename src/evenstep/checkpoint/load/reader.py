@@ -23,7 +23,7 @@ from evenstep.checkpoint.format.tree import unflatten
 from evenstep.checkpoint.load.layouts import Copy, Layout, plain, plan_copies
 from evenstep.checkpoint.store import Reader, Storage
 
-_SMALL_BYTES = 8 << 20  # up to this size one thread reads
+_SMALL_BYTES = 8 << 20  # up to this size a single thread reads
 _NUM_THREADS = 2
 
 # By object and tensor name: the layout of this rank's part of a DTensor.
@@ -36,12 +36,12 @@ class _Wanted:
 
     Attributes:
         name: The tensor's name for messages.
-        part: Its place in the files.
-        num_bytes: Its length.
+        part: The part's place in the files.
+        num_bytes: The part's length.
         out: Memory to read into; None: only confirm the checksum.
-        copies: If the part doesn't go to one place as a whole: it is read to other memory, and these copies are made
-            ...
-        memory: ... to this memory.
+        copies: If only some elements of the part are wanted, or they go to several places: the part is read to other
+            memory, and these copies are made from there.
+        memory: Target of `copies`.
         confirms: Whether this rank checks the checksum, independently of `share`.
     """
 
@@ -67,17 +67,17 @@ def read_objects(
 
     Args:
         storage: Where the checkpoint is stored.
-        folder: Its folder.
-        manifest: Its content.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
         names: Names of the objects.
-        share: (i, n): ranks of one node read the same bytes, so each of n ranks checks the parts whose checksum is i
-            modulo n. This doesn't depend on the other parts that a rank reads. When all these ranks have returned all
-            parts have been checked.
-        layouts: For DTensors only this rank's part is read. Every rank checks all parts of DTensors that it reads, so
-            that together all parts are checked.
+        share: (i, n): n ranks of one node read the same bytes, so rank i of them checks only the parts whose checksum
+            is i modulo n. Which rank checks a part doesn't depend on the other parts that the rank reads. When all n
+            ranks have returned, all parts have been checked.
+        layouts: This rank's parts of DTensors: only these are read. Every rank checks all parts of DTensors that it
+            reads, so that the ranks together check everything.
 
     Raises:
-        DamagedError: A file or a tensor differs from what was saved.
+        DamagedError: A file or a tensor differs from the saved content.
         UnreadableError: This process can't read a file.
     """
     check = _Check(storage, folder, manifest, share)
@@ -96,7 +96,7 @@ def read_objects(
 
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
-    """Read everything. Returns a line for each problem. Unlisted files are problems, too."""
+    """Read a whole checkpoint. Returns a line for each problem. Unlisted files are problems, too."""
     findings: list[str] = []
     try:
         manifest = read_manifest(storage, folder)
@@ -113,13 +113,13 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
 def damaged_files(
     storage: Storage, folder: str, manifest: Manifest, only: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Read everything. Returns by file whether it is damaged, missing or unreadable.
+    """Read a whole checkpoint. Returns a problem (damaged, missing or unreadable) for each file that has one.
 
     Args:
         storage: Where the checkpoint is stored.
-        folder: Its folder.
-        manifest: Its content.
-        only: Names of the files to read; None: all that have a part.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
+        only: Names of the files to read; None: all that contain a part.
     """
     check, found = _Check(storage, folder, manifest, (0, 1)), {}
     for file, listed in check.by_file(manifest.objects).items():
@@ -282,7 +282,7 @@ def _num_bytes(part: Part, tensor: TensorEntry) -> int:
 def _wanted(
     owner: str, tensor_name: str, part: Part, tensor: TensorEntry, memory: Tensor | None, layout: Layout | None
 ) -> _Wanted | None:
-    """How a part is read; None if no element of it is this rank's."""
+    """How to read a part; None if this rank wants no element of it."""
     name, num_bytes = f"{owner}/{tensor_name}", _num_bytes(part, tensor)
     if memory is None:
         return _Wanted(name, part, num_bytes, None)

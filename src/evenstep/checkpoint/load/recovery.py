@@ -1,10 +1,11 @@
-"""Which step a run resumes from, if each node has generations on its own disk. Pure.
+"""The step from which a run resumes if each node has generations (saved steps) on its own disk. Pure.
 
-    node 0   step 40 whole   step 60 its half     3 nodes of which each holds a half of the state; node 2 is new
-    node 1   step 40 whole   step 60 its half
+    node 0   step 40 whole   step 60 one half     3 nodes, of which node 2 is new
+    node 1   step 40 whole   step 60 the other half
     node 2   -               -
 
-Step 60, if the two halves make up the whole, or else step 40; or the durable checkpoint, if that is newer.
+The run resumes from step 60 if the two halves make up the whole, else from step 40; or from the durable checkpoint if
+that is newer.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A generation of which the nodes together hold every part.
+    """A generation that the nodes together hold in full.
 
     Attributes:
-        folder: Its folder.
-        manifest: Its manifest.
+        folder: The generation's folder.
+        manifest: The generation's manifest.
         holders: By name of a file, the lowest node that has it.
     """
 
@@ -55,7 +56,7 @@ def plan_recovery(
 
     Args:
         holdings: The holdings of all nodes.
-        resumes: (number of the lock, step) of this run's earlier attempts, each of which resumed from that step. Later
+        resumes: (number of the lock, step): an earlier attempt of this run with this lock resumed from this step. Later
             steps of the attempts before it are void: they are on a disk that was missing when the attempt resumed.
         durable_step: Step of the newest durable checkpoint; None: there is none.
     """

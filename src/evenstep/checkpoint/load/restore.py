@@ -1,4 +1,4 @@
-"""Restoring a checkpoint: all ranks read and check it before any of them changes anything."""
+"""Restoring a checkpoint: all ranks read and check it before any rank changes anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
 _MAX_LINES = 60
-_PAUSES_S = (0.5, 2.0)  # before unreadable files are read again
+_PAUSES_S = (0.5, 2.0)  # seconds before unreadable files are read again
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,11 @@ def find(
         manifest: The part of the manifest that this rank reads; None: everything in the folder's manifest.
 
     Raises:
-        DamagedError: At least one rank finds that it differs from the saved content, or all ranks find that a file is
-            missing.
-        UnreadableError: At least one rank can't read it.
-        CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
+        DamagedError: At least one rank finds content that differs from what was saved, or a file is missing on all
+            ranks.
+        UnreadableError: At least one rank can't read the checkpoint.
+        CheckpointError: The checkpoint is good, but doesn't fit the objects, or one of their tensors can't be loaded
+            into.
     """
     for pause_s in (*_PAUSES_S, None):
         found, problem = _read(storage, world, folder, objects, manifest, strict=strict)
@@ -139,7 +140,7 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
     """Collective: load the states into the objects, and restore the random streams.
 
     Raises:
-        CheckpointError: An object refused its state on some rank; the objects may have parts of it.
+        CheckpointError: An object refused its state on some rank; some objects may have been changed.
     """
     problem: str | None = None
     for name, target in objects.items():

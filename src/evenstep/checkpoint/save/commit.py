@@ -44,14 +44,14 @@ class Saver:
         storage: Holds the checkpoints.
         world: The ranks that take part.
         objects: Objects to save, by name; the same names on all ranks.
-        commit: Called on rank 0, in the writer's thread, with a folder of written files and its manifest: makes it the
-            checkpoint of its step. None: each node has its own storage, to which everything that its ranks hold is
-            written once.
+        commit: Called on rank 0, in the writer's thread, with a folder of written files and its manifest: makes the
+            folder the checkpoint of its step. None: each node has its own storage, and its ranks write everything that
+            they hold there, once.
 
     Attributes:
         folder: The last save's folder.
         error: This rank's error of the last finished save, or None.
-        is_leader: Whether this rank makes and removes checkpoints, or does so for its node.
+        is_leader: Whether this rank makes and removes checkpoints, for the run or for its node.
         blocked_s: Seconds that the last `start` took.
         num_saves: Number of saves that were started.
     """
@@ -87,9 +87,9 @@ class Saver:
         """
         self._lock_number = lock_number
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
-        # A mesh has ranks of the default group.
+        # Ranks in a mesh are those of the default process group.
         mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
-        host = f"{node_identity()} {process_namespace()}"  # within it pids are comparable
+        host = f"{node_identity()} {process_namespace()}"  # processes with the same text can see each other's pids
         where = [self._world.node_rank, self._world.local_rank, mesh_rank]
         seen = self._world.exchange([host, os.getpid(), *where])
         self.writer.pids = {rank: pid for rank, (of, pid, *_) in enumerate(seen) if of == host}
@@ -99,7 +99,7 @@ class Saver:
             self._among = {each for *_, node, _, each in seen if node == self._world.node_rank}
 
     def abandon(self) -> None:
-        """Called if this rank ends with an error: it and its peers stop waiting for each other."""
+        """Called if this rank ends with an error: this rank and its peers stop waiting for each other."""
         self.writer.abandon(self._run)
 
     def start(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -258,7 +258,7 @@ class Saver:
             heartbeat.mark_commit(manifest.step)
 
     def _look_at(self, folder: str, manifest: Manifest) -> None:
-        """Raise if this rank doesn't see a file as it was written. Other nodes' files aren't checked."""
+        """Raise if this rank sees a file in another length than was written. Other nodes' files aren't checked."""
         me = f"rank {self._world.rank}"
         for name, entry in manifest.files.items():
             if entry.node not in (None, self._world.node_rank):
@@ -342,8 +342,8 @@ def _entry(
         item: The object's captured state on rank 0.
         parts: The parts of all tensors, by owner and name, in order of their ranks.
         files: The files by name. If nodes have their own files, the first of several equal parts is used, and the
-            others are its copies. Parts that differ on another node are left out, because a resume gives all ranks the
-            same bits.
+            others become its copies. Parts of another node that differ from the first are left out, because a resume
+            gives all ranks the same bits.
         placed: Path, shape and dtype of tensors that are in no structure, by name.
     """
     known = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in item.tensors.items()}

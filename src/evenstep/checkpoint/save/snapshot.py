@@ -31,7 +31,7 @@ class Shard:
         name: Name of the whole tensor.
         shape: Shape of the whole tensor.
         start: First element of the shard in the flattened tensor.
-        values: The shard's values: those of consecutive elements; or of a box, in its shape.
+        values: The values of consecutive elements; or of a box, in its shape.
         sizes: The box's sizes; None: the elements are consecutive in the flattened tensor.
         path: Path of the whole tensor in the state dictionary if it is in no structure; else None.
     """
@@ -61,12 +61,12 @@ class Captured:
     """One object's state, not copied yet.
 
     Attributes:
-        kind: Its class.
-        structure: JSON; see `tree.flatten`.
-        tensors: The object's own tensors by name, each memory once. Equal on all ranks.
-        aliases: Names whose tensor is another one of these, or of `divided`.
+        kind: The object's class.
+        structure: The JSON structure that `tree.flatten` returns.
+        tensors: Tensors by name that aren't DTensors, without aliases. The names are equal on all ranks.
+        aliases: Names whose tensor is another name's in `tensors` or `divided` (tied parameters).
         shards: This rank's parts of tensors that are divided over the ranks.
-        divided: Dtype and shape of the whole DTensors by name. Equal on all ranks.
+        divided: Dtype and shape of whole DTensors by name. Equal on all ranks.
     """
 
     kind: str
@@ -86,7 +86,7 @@ def capture(objects: Mapping[str, Any], among: Collection[int] | None = None) ->
     """Flatten the state of all objects, without copying it.
 
     Args:
-        objects: By name.
+        objects: The objects by name.
         among: If several ranks hold the same part of a DTensor, one of these ranks writes it; None: one of all ranks.
 
     Raises:
@@ -96,7 +96,7 @@ def capture(objects: Mapping[str, Any], among: Collection[int] | None = None) ->
 
 
 def capture_one(name: str, value: Any, among: Collection[int] | None = None) -> Captured:
-    """Like `capture`, for one object. A dictionary is its own state."""
+    """Like `capture`, for one object. If the object is a dictionary, it is the state."""
     target = unwrapped(value)
     shards: list[Shard] = []
     if hasattr(target, "state_shards"):
@@ -114,7 +114,7 @@ def capture_one(name: str, value: Any, among: Collection[int] | None = None) -> 
     plain = {key: tensor for key, tensor in distinct.items() if not is_dtensor(tensor)}
     parts = {key: tensor for key, tensor in distinct.items() if is_dtensor(tensor)}
     divided = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in parts.items()}
-    # Replicas take turns to write, the largest tensors first.
+    # The ranks that hold the same part take turns to write, the largest tensors first.
     for turn, key in enumerate(sorted(parts, key=lambda key: (-parts[key].numel() * parts[key].itemsize, key))):
         shards += _shards_of(name, key, parts[key], turn, among)
     kind = f"{type(target).__module__}.{type(target).__qualname__}"
@@ -153,11 +153,11 @@ def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collecti
 def _holders(value: DTensor) -> tuple[int, list[int]]:
     """This rank, and all ranks that hold the same regions, in ascending order and including this rank.
 
-    Ranks hold the same regions if they differ only along dimensions that don't divide the tensor: dimensions of its own
-    mesh, or of the mesh from which its mesh was sliced.
+    Ranks hold the same regions if their coordinates differ only along dimensions that don't divide the tensor:
+    dimensions of its own mesh, or of the mesh from which that was sliced.
 
     Raises:
-        ValueError: Its mesh isn't a slice of the mesh from which it was made.
+        ValueError: The tensor's mesh isn't a slice of the mesh from which it was made.
     """
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
@@ -179,7 +179,7 @@ def _left_out(ranks: Tensor, all_ranks: Tensor, rank: int) -> tuple[int, ...]:
     """The dimensions of a mesh that a slice of it leaves out.
 
     Raises:
-        ValueError: The slice isn't one.
+        ValueError: `ranks` isn't a slice of `all_ranks`.
     """
     if ranks.numel() == all_ranks.numel():
         return ()
@@ -239,7 +239,7 @@ class File:
         owner: The object whose tensors these are.
         layout: The tensors' places.
         tensors: The tensors by key. After staging: contiguous, on the CPU, and unchanged until the save is finished.
-        shards: By key, those tensors that are parts of divided tensors.
+        shards: The shards by key; the file's other tensors aren't divided.
     """
 
     name: str
@@ -257,7 +257,7 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Number of bytes of memory held."""
         return sum(memory.numel() for memory in self._memory.values())
 
     def stage(self, files: Sequence[File]) -> list[File]:

@@ -24,13 +24,13 @@ from evenstep.world import World
 
 @dataclass(frozen=True)
 class Status:
-    """The flags of one rank at the end of a step; or reduced over ranks: set if at least one rank has set them.
+    """Flags of one rank at the end of a step. Reduced over ranks, a flag is set if at least one rank has set it.
 
     Attributes:
         stops: A stop was requested.
         failed: The save in the background has failed.
-        is_due: The time for a save has come, by rank 0's clock, or its metric is the best so far.
-        is_slow: Its steps take so long that a collective costs nothing beside them.
+        is_due: By rank 0's clock, the time for a save has come.
+        is_slow: This rank's steps take so long that a collective costs nothing beside them.
     """
 
     stops: bool = False
@@ -42,7 +42,7 @@ class Status:
 class StatusExchange:
     """Reduces the ranks' `Status` once per step, and waits for it a step later.
 
-        step 7     receives the reduced status of step 6, equal on all ranks; sends that of step 7
+        step 7     receives the reduced status of step 6, equal on all ranks; sends its own of step 7
         step 8     receives the reduced status of step 7
 
     So no step waits for the network. Slow steps wait at once, because one step may take longer than a scheduler's grace
@@ -95,9 +95,9 @@ def note(what: Note) -> None:
 class StopSignals:
     """Handlers of `STOP_SIGNALS` that request a stop. In a main thread only. SIGHUP stays ignored under nohup.
 
-    A handler that was set before, by the script or submitit, is called once, when the step has been saved. Called
-    inside the signal it could exit in the middle of a step, as submitit's handler does, which requeues the job and
-    exits. With several Checkpointers the newest one's handler passes the signal on to the earlier ones.
+    A handler that was set before, by the script or submitit, is called once, when the step has been saved. Called at
+    once, it could exit in the middle of a step: submitit's handler requeues the job and exits. With several
+    Checkpointers, the newest one's handler passes the signal on to the earlier ones.
     """
 
     def __init__(self, world: World) -> None:
@@ -116,7 +116,7 @@ class StopSignals:
         note(Note.SAVES)
 
     def replaced(self) -> list[str]:
-        """Signals whose handler the script has replaced since; each is listed once."""
+        """Signals whose handler the script has replaced since the last call; each is listed once."""
         found = [which for which in self._before if self._passed_on_by(which) is None]
         for which in found:
             del self._before[which]
@@ -127,7 +127,7 @@ class StopSignals:
         due, self._due = self._due, None
         if due is not None:
             due[1](due[0], None)
-        for before in self._before.values():  # of earlier Checkpointers, which have noted it
+        for before in self._before.values():  # handlers of earlier Checkpointers, which have noted the signal
             if (owner := _owner_of(before)) is not None:
                 owner.call_former()
 
@@ -145,7 +145,7 @@ class StopSignals:
                     signal.signal(which, before)
 
     def _passed_on_by(self, which: signal.Signals) -> StopSignals | None:
-        """The object whose handler passes a signal on to this one: this one, or a later Checkpointer's; None: none."""
+        """The `StopSignals` that passes a signal on to this one: itself if it is the newest, else the next newer."""
         above, owner = self, _owner_of(signal.getsignal(which))
         while owner is not None and owner is not self:
             above, owner = owner, _owner_of(owner._before.get(which))
@@ -166,6 +166,6 @@ class StopSignals:
 
 
 def _owner_of(handler: Any) -> StopSignals | None:
-    """The object whose handler this is; None: it is the script's, or the system's."""
+    """The `StopSignals` whose handler this is; None: it is the script's, or the system's."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, StopSignals) else None

@@ -1,7 +1,7 @@
 """Writing a checkpoint in the background: a thread per save, on every rank.
 
     every rank   writes its files, posts a receipt with their checksums
-    rank 0       ...             awaits all receipts, writes the manifest, removes old checkpoints, posts that
+    rank 0       ...             awaits all receipts, writes the manifest, removes old checkpoints, posts "saved"
 
 If each node has its own files, a save has a second stage:
 
@@ -65,11 +65,11 @@ class Job:
 
     Attributes:
         folder: The checkpoint's folder, the same on all ranks.
-        key: Key of this save, the same on all ranks: run and number.
+        key: Key of this save, the same on all ranks: the run's key and the save's number.
         files: Files that this rank writes.
-        facts: Values for its receipt.
+        facts: Values for this rank's receipt.
         commit: On rank 0: makes the checkpoint from all receipts, or returns the data that leaders need to make it.
-        hold: On a leader: makes the checkpoint on its node from the data that `commit` has returned.
+        hold: On a leader: makes the checkpoint on its node from the result of `commit`.
         leaders: The first rank of each node, if each node has its own files.
         problem: An error with which the save fails without writing; None: write.
     """
@@ -107,7 +107,7 @@ class Writer:
         self._error: BaseException | None = None
         self._job: Job | None = None  # the last job
         self._noted: Job | None = None  # the last job that rank 0 has posted as saved
-        self._num_pieces = 0  # pieces that rank 0 has posted of the last job
+        self._num_pieces = 0  # pieces of the last job's result that rank 0 has posted
         self._abandoned = threading.Event()
 
     @property
@@ -126,7 +126,7 @@ class Writer:
         return self._error is not None
 
     def start(self, job: Job) -> None:
-        """Begin to write, in a thread. It isn't a daemon thread: an orderly exit waits for it."""
+        """Begin to write, in a thread. The thread is no daemon, so an orderly exit waits for it."""
         assert self.thread is None, "one pending save at most"
         self._error, self._job = None, job
         self.thread = threading.Thread(target=self._run, args=(job,), name=f"evenstep save {job.folder}")
@@ -141,7 +141,7 @@ class Writer:
         return error
 
     def finish_with_commit(self) -> BaseException | None:
-        """As `finish`; ranks other than 0 wait until rank 0 has made the checkpoint or has failed."""
+        """Like `finish`, but ranks other than 0 wait until rank 0 has made the checkpoint or has failed."""
         was_pending = self.is_pending
         error = self.finish()
         if error is not None or self._job is None or self._rank == 0 or not was_pending:
@@ -155,7 +155,7 @@ class Writer:
         return None
 
     def abandon(self, run: str) -> None:
-        """Called if this rank ends with an error: post that, and wait only briefly for the others."""
+        """Called if this rank ends with an error: post the error, and wait only briefly for the others."""
         self._abandoned.set()
         if run:
             with contextlib.suppress(RuntimeError, OSError):  # the store may have ended with the rank that hosts it
@@ -248,12 +248,12 @@ class Writer:
 
     def _note_saved(self, job: Job) -> None:
         self._store.set(_key(job, "saved"), "")
-        if self._noted is not None:  # one is enough: ranks query only the last save
+        if self._noted is not None:  # one such post is enough: ranks query only the last save
             self._store.delete_key(_key(self._noted, "saved"))
         self._noted = job
 
     def forget(self) -> None:
-        """Remove the last save's posts, except the one that it is saved: else the store would grow with every save.
+        """Remove the last save's posts, else the store would grow with every save. The post "saved" stays.
 
         Called on rank 0, when no rank waits for the posts any more.
         """
@@ -270,7 +270,7 @@ class Writer:
                 self._store.delete_key(_key(job, what))
 
     def _post(self, job: Job, content: bytes) -> None:
-        """Post rank 0's result in pieces that fit into the store, and their number last."""
+        """Post the result of `commit` in pieces that fit into the store, and then their number. On rank 0."""
         text = base64.b64encode(zlib.compress(content)).decode()
         pieces = [text[begin : begin + _CHUNK_BYTES] for begin in range(0, len(text), _CHUNK_BYTES)]
         for number, piece in enumerate(pieces):
@@ -279,7 +279,7 @@ class Writer:
         self._store.set(_key(job, "made"), str(len(pieces)))
 
     def _posted(self, job: Job) -> bytes:
-        """The result that rank 0 has posted."""
+        """Wait for the result of `commit` that rank 0 posts."""
         count = int(self._await(job, "made", 0))
         text = "".join(self._await(job, f"made/{number}", 0) for number in range(count))
         return zlib.decompress(base64.b64decode(text))

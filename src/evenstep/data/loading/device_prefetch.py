@@ -23,7 +23,7 @@ def on_device(
 
     Args:
         items: Batches, each with a tag.
-        device: Their destination.
+        device: The device to which batches are moved.
         pin: Copy from pinned memory, so that the host needn't wait for the copy.
         are_pinned: The batches are in pinned memory already.
     """
@@ -48,6 +48,6 @@ def on_device(
 def _after_copy(device: torch.device, tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
     stream = torch.cuda.current_stream(device)
     stream.wait_event(done)
-    # Allocated on the copy stream: it must not be reused there while this stream still reads it.
+    # The batch's memory belongs to the copy stream, which must not reuse it while this stream still reads it.
     used_on(loaded.batch, stream)
     return tag, loaded

@@ -1,4 +1,4 @@
-"""Digests of samples and records. Processes compare them to find out whether they read the same."""
+"""Digests of samples and records. Processes compare digests to find out whether they read the same data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from evenstep.ground.computing.pytrees import children_of
 
-_MOST_RECORDS = 32  # of a step, that are read
-_MOST_NUMBERS = 64  # of a tensor or array, that are read
-_MOST_BYTES = 4096  # of a text, that are read
+_MOST_RECORDS = 32  # the most records of a step that are read
+_MOST_NUMBERS = 64  # the most numbers of a tensor or array that are read
+_MOST_BYTES = 4096  # the most bytes of a text that are read
 
 
 def digest_of(records: Sequence[Any]) -> int:
-    """A digest of some records, in their order: of their number, and of the contents of some of them. Pure.
+    """A digest of records, in their order: of their number, and of the contents of some of them. Pure.
 
-    It is the same in every process, and positive in int64. In objects other than numbers, texts, tensors and containers
-    only the type counts.
+    It is the same in every process, and positive in int64. Of objects other than numbers, texts, tensors and containers
+    only the type is included.
     """
     found = hashlib.blake2b(b"%d" % len(records), digest_size=7)
     for record in records[:: -(-len(records) // _MOST_RECORDS) or 1]:

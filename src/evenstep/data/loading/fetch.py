@@ -3,7 +3,7 @@
 [Note: small batches as bytes]
 
 torch's loader sends every tensor as a file of shared memory, and the file's descriptor over an extra socket. That takes
-about a millisecond at any size; up to about 1 MiB a copy through the pipe is faster.
+about a millisecond at any size. Up to about 1 MiB, a copy through the pipe is faster.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from evenstep.world import World
 
 _BATCH_TAG = 0x6261746368  # "batch": makes the keys differ from those of other streams
 _SAMPLE_TAG = 0x73616D706C65  # "sample"
-MAX_BYTES = 524_288  # of all tensors of a batch that is sent as bytes
+MAX_BYTES = 524_288  # the most bytes of tensors in a batch that is sent as bytes
 
 
 class Loaded(NamedTuple):
     """A batch.
 
     Attributes:
-        batch: Result of `collate_fn`.
+        batch: The result of `collate_fn`.
         packed: The batch as `pack` made it in a worker; `batch` is None then.
         num_samples: Samples of the global batch; known here only for streams.
-        num_own: Samples of this rank.
-        digests: For a stream, the digests of the steps that other workers load, up to and with this batch's step. For
-            numbered samples, the digests of the request's `has_digests`. Empty if nothing is compared.
+        num_own: Samples of this rank in the batch.
+        digests: For a stream, the digests of the steps that other workers load, up to and including this batch's step.
+            For numbered samples, the digests that the request asks for by `has_digests`. Empty if nothing is compared.
         failure: A worker's `DataError`. If it were raised in the worker, torch would wrap it in tracebacks.
         state: The stream's state at the batch's end, with resume_streams="state".
     """
@@ -65,16 +65,16 @@ class Fetcher(ABC):
     """Loads the batch of a request. To torch's loader it is the data set.
 
     Args:
-        dataset: The script's.
-        collate_fn: Makes a batch of a list of samples; None: torch's.
-        seed: With epoch, step and rank the key of a worker's random streams, so that a resume draws the same numbers.
-            The streams of the rank's own process are left alone; see `SampleSource.load_with`.
+        dataset: The script's data set.
+        collate_fn: Makes a batch of a list of samples; None: torch's function.
+        seed: Seed, epoch, step and rank are the key of a worker's random streams, so that a resume draws the same
+            numbers. The streams of the rank's own process stay as they are; see `SampleSource.load_with`.
         num_workers: Workers of each rank.
         world: The ranks.
 
     Attributes:
-        wants_tensors: The data set gives a whole batch for an int64 tensor of sample numbers.
-        notes_samples: Whether workers note the sample as well as the step.
+        wants_tensors: The data set returns a whole batch for an int64 tensor of sample numbers.
+        notes_samples: Whether workers write the sample's number on `page`, in addition to the step.
         share: Computes this rank's share, [start, stop), of the positions from `start` to `stop`.
         page: Memory in which workers note their position, [3 * workers]: epoch, step, and number of the sample in the
             share. It is readable after their death.
@@ -122,7 +122,7 @@ class Fetcher(ABC):
         return loaded
 
     def key_of(self, request: Request) -> int:
-        """Seeds the random numbers of this rank's part of a batch."""
+        """The seed of the random numbers of this rank's part of a batch."""
         return mix(_BATCH_TAG, mix(self.seed, self._rank), request.epoch, request.step)
 
     def _note(self, request: Request, number: int) -> None:
@@ -142,9 +142,9 @@ class SampleFetcher(Fetcher):
     """Loads samples by their numbers.
 
     Args:
-        sample_seed: With the epoch and the sample, the key of the random streams in `__getitem__`, in every process;
-            None: samples have no streams of their own.
-        arguments: Of `Fetcher`.
+        sample_seed: Seed, epoch and sample are the key of the random streams in `__getitem__`, in every process; None:
+            samples have no streams of their own.
+        arguments: Arguments of `Fetcher`.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class SampleFetcher(Fetcher):
 
 
 def failed(error: DataError) -> Loaded:
-    """In place of a batch that a worker can't load: the error, without parts that can't be sent between processes."""
+    """The error that a worker returns instead of a batch, without parts that can't be sent between processes."""
     sent = DataError(str(error))
     where = excepthook.traceback_in_users_code(error.__cause__)
     if where and hasattr(sent, "add_note"):  # python 3.11
@@ -225,7 +225,7 @@ def failed(error: DataError) -> Loaded:
 
 
 def packed(loaded: Loaded) -> Loaded:
-    """The same with a small batch as bytes: see [Note: small batches as bytes]."""
+    """Replace a small batch by its bytes: see [Note: small batches as bytes]."""
     data = pack(loaded.batch)
     return loaded if data is None else loaded._replace(batch=None, packed=data)
 
@@ -251,7 +251,7 @@ class _UnsuitableError(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as their bytes, as long as they are few."""
+    """Pickles plain tensors as their bytes, up to a limit."""
 
     num_bytes = 0
 

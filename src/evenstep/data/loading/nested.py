@@ -56,7 +56,7 @@ def used_on(batch: Any, stream: torch.cuda.Stream) -> None:
 
 
 def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
-    """The batch of no samples, found by comparing a batch of one sample with a batch of two. Pure.
+    """A batch without samples, made by comparing a batch of one sample with a batch of two. Pure.
 
     Parts that grow with the number of samples become empty or zero, and the rest stays as it is:
 
@@ -65,8 +65,8 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         list, tuple     empty if the lengths differ (one entry per sample), else entry by entry
 
     Args:
-        one: What the `collate_fn` made of one sample.
-        two: What it made of that sample twice.
+        one: Result of `collate_fn` for one sample.
+        two: Result of `collate_fn` for the same sample twice.
         path: The name of this part in error messages.
 
     Raises:
@@ -81,8 +81,8 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         raise _unlike(path, f"a {type(one).__qualname__}", f"a {type(two).__qualname__}")
     if isinstance(one, list | tuple) and len(one) != len(two):
         return type(one)()
-    # An object that moves itself may depend on more than its entries (`PackedSequence`); a mapping doesn't (a
-    # tokenizer's batch).
+    # An object that moves itself may hold more than its entries (`PackedSequence`). A mapping doesn't (a tokenizer's
+    # batch).
     is_whole = hasattr(one, "to") and not isinstance(one, Mapping)
     parts, others = (None, None) if is_whole else (children_of(one), children_of(two))
     if parts is not None and others is not None:

@@ -1,4 +1,4 @@
-"""Worker processes of torch's loader that run a `Fetcher`, and messages on the death of one."""
+"""Worker processes of torch's loader that run a `Fetcher`, and messages about a worker's death."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from evenstep.ground.host.processes import STOP_SIGNALS, stays_ignored
 from evenstep.world import World
 
 _MOST_WORKERS = 8  # with "auto"
-_MANY_WORKERS = 4096  # more is a mistake, and the memory for their notes would be too large for the machine
+_MANY_WORKERS = 4096  # more workers are a mistake, and the memory for their notes would be too large
 
 
 def suitable_workers(*, num_cores: int, local_world_size: int, device_type: str) -> int:
     """How many workers suit a rank. Pure.
 
-    With a GPU, the rank's cores but one load data for it, at most 8. Without a GPU the cores compute, so there is one
+    With a GPU, all of the rank's cores but one load data, at most 8. Without a GPU the cores compute, so there is one
     worker if the rank has more than one core, else none.
     """
     spare = num_cores // local_world_size - 1
@@ -41,7 +41,7 @@ def choose_workers(given: Any, world: World) -> int:
     """`num_workers` as a number.
 
     Raises:
-        ConfigurationError: It isn't "auto" or a number of workers.
+        ConfigurationError: `given` isn't "auto" or a number of workers.
     """
     if isinstance(given, str) and given == "auto":
         num_cores, local_world_size = count_cpus(), world.local_world_size
@@ -144,10 +144,11 @@ class working:
     Args:
         batches: Made by `torch_loader`.
         requests: The requests of the iteration.
-        doing: Describes a worker's place from its notes (epoch, step, number of the sample in the share).
+        doing: Returns a description of a worker's place, from its notes (epoch, step, number of the sample in the
+            share).
 
     Raises:
-        DataError: From the iterator: a worker died, took longer than `timeout`, or raised one itself.
+        DataError: From the iterator: a worker died, took longer than `timeout`, or raised a DataError itself.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ def _named(
             return
         except RuntimeError as error:
             processes = worker_processes(iterator)
-            if str(error).startswith("DataLoader worker (pid"):  # torch's own text; a worker's exception has another
+            if str(error).startswith("DataLoader worker (pid"):  # torch's own text, not a worker's exception's
                 raise DataError(_obituary(processes, batches.dataset, doing)) from None
             if str(error).startswith("DataLoader timed out after"):
                 raise DataError(_overdue(processes, batches.dataset, doing, batches.timeout)) from None

@@ -1,4 +1,4 @@
-"""Which samples each rank loads in each step of an epoch. Pure: the same cuts for any number of ranks.
+"""Plans which samples each rank loads in each step of an epoch. Pure.
 
 An epoch is cut into *global batches*, and each of them is divided over the ranks:
 
@@ -32,7 +32,7 @@ from evenstep.data.position import Mark
 from evenstep.errors import ConfigurationError
 from evenstep.ground.computing.virtual_ranks import begin_of
 
-# Facts and their names for people; other facts are arguments, and have their names.
+# The names of facts for people. Other facts are shown under the names of their arguments.
 _WORDS = {
     "num_samples": "the length of the data set",
     "lengths_digest": "the digest of lengths",
@@ -40,7 +40,7 @@ _WORDS = {
     "num_parts": "the number of ranks times workers",
     "num_workers": "the number of workers of a rank",
 }
-_POSITIONS = 16_384  # whose samples are computed at a time: the permutation costs the same for 10 as for 1,000
+_POSITIONS = 16_384  # positions that are computed at a time: the permutation costs the same for 10 as for 1,000
 
 
 def divide(start: int, stop: int, *, rank: int, world_size: int, virtual_ranks: int = 1) -> tuple[int, int]:
@@ -64,7 +64,8 @@ class ComputedEpoch:
         order: The sample at each position.
         global_batch_size: Samples of one step on all ranks together, at least 1.
         drop_last: Leave out a short last global batch.
-        offset: Where step 0 would begin, below `global_batch_size`; not 0 if a run was resumed with another size.
+        offset: Position at which step 0 would begin, below `global_batch_size`; not 0 if a run was resumed with another
+            batch size.
     """
 
     order: EpochOrder | WeightedOrder
@@ -79,7 +80,7 @@ class ComputedEpoch:
 
     @property
     def digest(self) -> int:
-        """The digest of the weights, which a script may change between epochs; 0: samples aren't drawn by weight."""
+        """A digest of the weights, which a script may change between epochs; 0: samples aren't drawn by weight."""
         return self.order.weights.digest if isinstance(self.order, WeightedOrder) else 0
 
     @property
@@ -94,7 +95,7 @@ class ComputedEpoch:
         return start, min(start + self.global_batch_size, self.order.num_samples)
 
     def step_at(self, position: int) -> int | None:
-        """The step that begins at `position`; None if none does. The end of the epoch is the step after the last."""
+        """The step that begins at `position`; None: no step does. The end of the epoch is the step after the last."""
         if position == self.order.num_samples:
             return self.num_batches
         step, rest = divmod(position - self.offset, self.global_batch_size)
@@ -111,7 +112,7 @@ class ComputedEpoch:
         step = first_step
         while step < self.num_batches:
             spans = self._equal_steps(step, share)
-            if spans is None:  # the last, short batch; or an empty share
+            if spans is None:  # the last, short batch, or an empty share
                 first, last = self.global_batch(step)
                 start, stop = share(first, last)
                 samples = self.at(torch.arange(start, stop, device="cpu"))
@@ -120,7 +121,8 @@ class ComputedEpoch:
                 step += 1
                 continue
             samples = self.at(spans)
-            # Rows of a table, which torch or `tolist` cuts (numpy's is a quarter faster), because python is slower.
+            # The samples are rows of a table, cut by torch, or by `tolist` (numpy's is a quarter faster): python is
+            # slower.
             rows: Any = samples.unbind() if as_tensors else samples.numpy().tolist()
             for row in rows:
                 yield Request(self.number, step, row)
@@ -146,9 +148,9 @@ class Request(NamedTuple):
     Attributes:
         epoch: Number of the epoch.
         step: Number of the step in the epoch.
-        samples: Which samples; a list of int, or int64 [n] for data sets that give whole batches.
-        example: A sample to build the batch of no samples from, if `samples` is empty; else None.
-        has_digests: Also make digests of a few fixed samples, to compare the ranks' data sets.
+        samples: Numbers of the samples; a list of int, or int64 [n] for data sets that return whole batches.
+        example: If `samples` is empty, a sample from which the batch without samples is built; else None.
+        has_digests: Whether to make digests of a few fixed samples, too, to compare the ranks' data sets.
     """
 
     epoch: int
@@ -168,7 +170,7 @@ class BatchPlan:
         drop_last: Leave out a short last global batch.
         shuffle: A new order each epoch.
         seed: The seed of the order.
-        by_weight: The sampler by whose weights samples are drawn, with replacement; None: every sample once.
+        by_weight: A sampler: samples are drawn with replacement by its weights; None: every sample once.
         sampling: The sampler or batch sampler that gives the order; None: it is computed.
     """
 
@@ -203,7 +205,7 @@ class BatchPlan:
         return ComputedEpoch(order, self.global_batch_size, self.drop_last, offset)
 
     def weights(self) -> Weights:
-        """The sampler's, as they were when the latest iteration began."""
+        """The sampler's weights at the beginning of the latest iteration."""
         assert self.by_weight is not None
         if not self._weights:
             self._weights.append(Weights(self.by_weight.weights))
@@ -254,7 +256,7 @@ class BatchPlan:
 
 
 def in_words(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a source under their names for people. Pure."""
+    """A source's facts, under names for people. Pure."""
     return {_WORDS.get(name, name): value for name, value in facts.items()}
 
 
@@ -274,7 +276,7 @@ def plan_batches(
     """Make a `BatchPlan` from a loader's arguments.
 
     Raises:
-        ConfigurationError: They don't fit together.
+        ConfigurationError: The arguments don't fit together.
     """
     if lengths is not None and max_tokens is None:
         raise ConfigurationError("lengths= needs max_tokens=, the tokens of one step, which is missing.")

@@ -1,4 +1,4 @@
-"""`Drawing`: the global batches of one iteration, as a sampler or a batch sampler of the script gives them.
+"""`Drawing`: the global batches of one iteration, drawn from a sampler or a batch sampler.
 
 Every rank draws the whole order and takes its slices. The position is the number of samples and a digest of their
 indices: a resume draws the indices again, compares the digests, and loads no data.
@@ -48,13 +48,13 @@ _CHUNK = 16_384  # indices that are drawn again at a time
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler of a loader: the script's, or the one for `max_tokens`.
+    """The sampler of a loader: the script's, or `TokenBatches` for `max_tokens`.
 
     Attributes:
         sampler: Gives indices, or global batches of them.
         size: Samples of a global batch; None: the sampler gives batches.
         drop_last: Leave out a short last global batch.
-        seed: The seed of its draws.
+        seed: The seed of the sampler's draws.
     """
 
     sampler: Any
@@ -64,7 +64,7 @@ class Sampling:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is evenstep's own, which depends only on seed and epoch."""
+        """Whether the sampler is evenstep's own, which depends only on seed and epoch."""
         return isinstance(self.sampler, TokenBatches)
 
     def num_batches(self, epoch: int) -> int:
@@ -76,7 +76,7 @@ class Sampling:
         return full + (rest > 0 and not self.drop_last)
 
     def in_words(self) -> str:
-        """Its class, and the location of its `__iter__`."""
+        """The sampler's class, and the location of its `__iter__`."""
         kind = type(self.sampler)
         code = getattr(getattr(kind, "__iter__", None), "__code__", None)
         return f"{kind.__name__} ({code.co_filename}:{code.co_firstlineno})" if code is not None else kind.__name__
@@ -85,7 +85,7 @@ class Sampling:
 class Drawing:
     """One iteration's global batches: the part of an epoch that was drawn.
 
-    It holds 8 bytes for each sample that was drawn, for `gather`; an index that is no whole number is held as it is.
+    For `gather`, it stores 8 bytes for each drawn sample; an index that is no whole number is stored as an object.
 
     Args:
         sampling: The sampler to draw from.
@@ -93,8 +93,8 @@ class Drawing:
 
     Attributes:
         number: The number of the epoch.
-        last: `Mark.drawn` of the beginning of the next epoch, once this one has ended.
-        is_wrong: The samples drawn up to `start` differ from those of the saved run.
+        last: `Mark.drawn` for the beginning of the next epoch, once this epoch has ended.
+        is_wrong: Whether the samples drawn up to `start` differ from those of the saved run.
     """
 
     def __init__(self, sampling: Sampling, start: Mark) -> None:
@@ -168,7 +168,7 @@ class Drawing:
         return [] if self._sampling.drop_last and len(indices) < self._sampling.size else indices
 
     def _replays(self, position: int, expected: int | None) -> bool:
-        """Draw up to a position. Whether it exists, and the indices equal those drawn before."""
+        """Draw up to a position. Returns whether it exists and the indices equal those drawn before."""
         done = 0
         while done < position:
             with self._in_use():
@@ -192,7 +192,7 @@ class Drawing:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Inside, the sampler draws in its epoch: see [Note: a sampler's random numbers]."""
+        """Context in which the sampler draws with the streams of its epoch: see [Note: a sampler's random numbers]."""
         self._epochs.tell(self.number)
         with contextlib.nullcontext() if self._draws_nothing else self._streams.in_use():
             yield
@@ -201,7 +201,7 @@ class Drawing:
 
     @property
     def num_batches(self) -> int:
-        """The step after the last that was drawn."""
+        """The number of steps drawn so far, including those before `start`."""
         return self._first_step + len(self._batches)
 
     def global_batch(self, step: int) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class Drawing:
         """See `ComputedEpoch`.
 
         Raises:
-            UsageError: The sampler doesn't number the samples.
+            UsageError: The sampler's indices aren't sample numbers.
         """
         if not all(isinstance(each, array) for each in self._batches):
             raise UsageError(

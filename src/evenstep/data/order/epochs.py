@@ -22,11 +22,11 @@ class Listener(Protocol):
 
 
 class Epochs:
-    """`set_epoch` of an object, and of the `.sampler`, `.batch_sampler`, `.dataset` and `.datasets` inside.
+    """Calls `set_epoch` of objects, and of the `.sampler`, `.batch_sampler`, `.dataset` and `.datasets` inside.
 
     Args:
         roots: The objects.
-        listener: Informed when the script calls one of them.
+        listener: Called when the script itself calls `set_epoch` of such an object.
     """
 
     def __init__(self, *roots: Any, listener: Listener | None = None) -> None:
@@ -65,9 +65,9 @@ class _Watched:
     """Replaces an object's `set_epoch`. A copy of the object, or one in a worker, has the original again.
 
     Attributes:
-        epoch: The latest epoch that was set; None: none was.
+        epoch: The latest epoch that was set; None: none was set.
         original: The object's own `set_epoch`.
-        listeners: Informed of the script's calls.
+        listeners: Called after the script's calls.
     """
 
     def __init__(self, owner: Any) -> None:

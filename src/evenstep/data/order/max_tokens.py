@@ -3,8 +3,8 @@
 A padded batch costs the number of its samples times the longest of them. `max_tokens` bounds that product for the
 *global* batch; shares hold equally many samples, of similar lengths, so the costs of ranks are similar.
 
-That needs samples of similar length in one batch, so each window of the epoch's order (a hundred batches or so) is
-sorted by length, cut greedily, and the batches of the window shuffled:
+That needs samples of similar length in one batch. So each window of the epoch's order (about a hundred batches) is
+sorted by length and cut greedily, and the window's batches are shuffled:
 
     order      7  2  9  4  1  8  3  6        one window, with lengths  50 12 48 13 49 12 51 14
     sorted     2  8  4  6 | 9  1  7  3
@@ -95,7 +95,7 @@ def cut(lengths: Tensor, max_tokens: int) -> list[int]:
     start, ahead = 0, 64
     while start < len(lengths):
         part = lengths[start : start + ahead]
-        # Divided, because a product of the largest numbers would overflow. Both sides are monotonic.
+        # Divide instead of multiplying: the product of the largest numbers would overflow. Both sides are monotonic.
         size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1, device="cpu")).sum())
         if size == len(part) and start + size < len(lengths):
             ahead *= 2  # the batch may be longer than the range that was checked
@@ -110,7 +110,7 @@ def validate_lengths(lengths: object, num_samples: int, max_tokens: int) -> Tens
     """`lengths` as an int64 tensor.
 
     Raises:
-        ConfigurationError: They aren't one whole number for each sample, from 1 to `max_tokens`.
+        ConfigurationError: `lengths` isn't one whole number for each sample, from 1 to `max_tokens`.
     """
     if lengths is None:
         raise ConfigurationError("max_tokens needs lengths=: the number of tokens of each sample.")

@@ -11,12 +11,13 @@ the cells. A cell beyond the last sample is permuted again until a sample is rea
 the samples. The grid is always larger than the data set: rounds on an odd by odd grid are even permutations, so half of
 all orders could never occur without such repetitions.
 
-Sets so small that eight rounds might leave a trace are sorted by a random key instead, which is a bounded amount of
-work and exactly uniform.
+Data sets so small that eight rounds might leave a pattern are sorted by a random key instead: exactly uniform, and a
+bounded amount of work.
 
 Words have 32 bits, sides and multipliers 31, so products of 64 bits never overflow. The network runs on numpy's
-unsigned arrays, in half of the time of torch's tensors. Up to 2**31 samples the arrays have 32 bits, whose products
-wrap as the mask demands: a third of the time. Checkpoints depend on the order, so a test pins it.
+unsigned arrays, which takes half of the time that torch's tensors take. Up to 2**31 samples the arrays have 32 bits,
+and products wrap as the mask would cut them: this takes a third of the time. Checkpoints depend on the order, so a test
+pins it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class EpochOrder:
         """Sample indices at the positions from `start` to `stop` (excluded): [stop - start], int64.
 
         Raises:
-            IndexError: A position outside of the epoch.
+            IndexError: A position is outside of the epoch.
         """
         if stop <= start:
             return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -76,7 +77,7 @@ class EpochOrder:
         """Sample indices at `positions`, any shape, int64.
 
         Raises:
-            IndexError: A position outside of the epoch.
+            IndexError: A position is outside of the epoch.
         """
         if positions.numel() == 0:
             return positions.clone()
@@ -146,7 +147,7 @@ def scramble(words: Any) -> Any:
 
 
 def _below(bound: int, words: Any) -> Any:
-    """Hash 32-bit words into 0 to bound - 1, in place; `bound` has at most half of the bits in which they are held.
+    """Hash 32-bit words into 0 to bound - 1, in place. `bound` has at most half of the bits of the words' dtype.
 
     That is `words * bound >> 32`, put together from two products that fit.
     """
@@ -162,7 +163,7 @@ def _below(bound: int, words: Any) -> Any:
 
 
 def _add_modulo(values: Any, increments: Any, modulus: int) -> Any:
-    """`(values + increments) % modulus`, both below the modulus.
+    """`(values + increments) % modulus`, for arguments below the modulus.
 
     A negative difference wraps, and is larger than any value.
     """

@@ -23,7 +23,8 @@ class Weights:
         weights: [num_samples], at least 0 and finite, not all of them 0.
 
     Raises:
-        ConfigurationError: They aren't; the message names the first wrong one.
+        ConfigurationError: A weight is negative, infinite or NaN (the message names the first), or the shape or the sum
+            is wrong.
     """
 
     def __init__(self, weights: Tensor) -> None:

@@ -20,11 +20,11 @@ from evenstep.ground.health.users_code import warn
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
-_MOST_NAMES = 1 << 20  # of files, that are compared; of more names, some at even distances
+_MOST_NAMES = 1 << 20  # the most file names to compare; of more names, some at even distances
 
 
 def digest_of_names(dataset: Any) -> str:
-    """A digest of the names of a data set's files below their common folder; "": it has none. Pure.
+    """A digest of the names of a data set's files below their common folder; "": it has no names. Pure.
 
     The names are in an attribute with one entry for each sample: a path, or a tuple that begins with a path, as in
     torchvision's data sets.
@@ -49,9 +49,9 @@ def _names_in(held: Any, size: int) -> list[str]:
 
 
 class SameData:
-    """Compares once whether all ranks read the same from the same samples.
+    """Compares once whether all ranks read the same content for the same sample numbers.
 
-    It never waits, since a rank may iterate alone.
+    The comparison never waits, since a rank may iterate alone.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class SameData:
         self._work: Work | None = None
 
     def begins(self, world_size: int) -> bool:
-        """Whether samples shall be read for the comparison now."""
+        """Whether to read samples for the comparison now: True once, if there are several ranks."""
         begins, self._has_begun = world_size > 1 and not self._has_begun, True
         return begins
 

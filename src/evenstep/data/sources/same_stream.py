@@ -1,10 +1,10 @@
 """Comparison of each step's records between ranks, before the step is yielded.
 
-A stream that is divided by record is read by every worker of every rank, and each loads its part. If one of them gets
-the records in another order, some records come twice and others never, without a message. So every process makes a
-digest of the records of each step. A rank compares the digests of its workers, each of which also has the digests of
-the others' steps; and in every step the ranks compare theirs. The indices of a sampler, which every rank draws, are
-compared in the same way.
+A stream that is divided by record is read by every worker of every rank, and each loads its part. If a worker gets the
+records in another order, some records come twice and others never, without a message. So every process makes a digest
+of the records of each step. Each worker makes digests of the other workers' steps, too, and the rank compares them. In
+every step the ranks compare their digests. The indices of a sampler, which every rank draws, are compared in the same
+way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import MismatchError
 from evenstep.transport.core.transport import Transport
 
-ENDED = -1  # in place of a digest: no further step
+ENDED = -1  # instead of a digest: there is no further step
 _ADVICE = (
     "Every rank and every worker reads the whole stream and loads its part, so some records would come twice and "
     "others never. While the stream runs, python's, torch's and numpy's random numbers are keyed by (seed, epoch); "
@@ -45,11 +45,11 @@ class Agreement:
         self._waiting: deque[Tensor] = deque()  # [2] each: the digest, and whether this rank has found something wrong
 
     def add(self, digest: int, *, is_wrong: bool = False) -> None:
-        """The digest of the next step, in order."""
+        """Add the digest of the next step, in order."""
         self._waiting.append(torch.tensor([digest, is_wrong], dtype=torch.int64, device="cpu"))
 
     def compare_oldest(self) -> list[tuple[int, bool]] | None:
-        """Compare the oldest digest. Returns None if all ranks agree, else the digests of all. Collective."""
+        """Compare the oldest digest. Returns each rank's (digest, is_wrong), or None if all agree. Collective."""
         found = torch.empty(self._transport.world_size, 2, dtype=torch.int64, device="cpu")
         self._transport.all_gather(found.view(-1), self._waiting.popleft()).wait()
         if bool((found == found[0]).all()) and not found[0, 1]:
@@ -62,8 +62,8 @@ def who_differs(digests: Sequence[int], ended: int, what: str) -> str:
 
     Args:
         digests: The ranks' digests.
-        ended: The digest that means that there is no further step.
-        what: "records".
+        ended: The value that means that there is no further step.
+        what: A word for the message, such as "records".
     """
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     for rank, goes_on in ((0, other), (other, 0)):
@@ -75,7 +75,7 @@ def who_differs(digests: Sequence[int], ended: int, what: str) -> str:
 def same_everywhere(
     batches: Iterator[Loaded], transport: Transport, epoch: int, first_step: int, num_workers: int
 ) -> Iterator[Loaded]:
-    """Yield batches while all processes have the same records, and the last one, which marks the stream's end.
+    """Yield batches while all processes have the same records, and then the last batch, which marks the stream's end.
 
     Collective: every rank iterates, in step.
 
@@ -90,7 +90,7 @@ def same_everywhere(
         MismatchError: A process has other records. Raised on all ranks.
     """
     agreement = Agreement(transport)
-    seen: dict[int, int] = {}  # digests of the latest steps, from the worker that was first
+    seen: dict[int, int] = {}  # digests of the latest steps, from the first worker that loaded each
     for step, loaded in enumerate(batches, first_step):
         others = enumerate(reversed(loaded.digests))
         workers_differ = any(seen.setdefault(step - back, digest) != digest for back, digest in others)

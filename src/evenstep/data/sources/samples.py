@@ -35,7 +35,7 @@ class BatchesToTake(Protocol):
         facts: Mapping[str, Any],
         load: Callable[[Iterator[tuple[int, int]]], Iterator[tuple[Mark, Loaded]]],
     ) -> Iterator[tuple[Mark, Loaded]]:
-        """The batches of this process; `load` loads them by epoch and step."""
+        """Yield the batches of this process; `load` loads batches, given by epoch and step."""
         ...
 
 
@@ -69,7 +69,8 @@ class SampleSource(Source):
     def load_with(self, fetcher: Fetcher) -> Callable[[Request], Loaded]:
         """See `Source.load_with`. Samples of different ranks draw different numbers, also before a model is trained.
 
-        Every rank's first batch would be augmented alike otherwise. The script's own streams stay equal until then.
+        Otherwise every rank would augment its first batch in the same way. The script's own streams stay equal until a
+        model is trained.
         """
 
         def load(request: Request) -> Loaded:
@@ -152,7 +153,7 @@ class SampleSource(Source):
         self._validate_same(agreement, epoch)
 
     def _validate_start(self, agreement: Agreement, epoch: Epoch, start: Mark) -> None:
-        """Raise on all ranks unless they have drawn the same, and the same as the run that saved the state.
+        """Raise on all ranks unless they have drawn the same samples as each other and as the run that saved the state.
 
         Collective.
         """

@@ -28,16 +28,15 @@ class Source(ABC):
     """The data of a loader.
 
     Args:
-        dataset: The script's.
-        world: The ranks that share it.
+        dataset: The script's data set.
+        world: The ranks that share the data set.
         global_batch_size: Samples of one step, on all ranks together; None if steps have another measure.
         fetcher: Loads one batch.
 
     Attributes:
-        done: By epoch, the steps that a resumed run leaves out, because workers of parameter servers have finished
-            them.
-        transport: Carries only the ranks' messages about these data. The world's own transports carry the loop's calls,
-            and a loader may be read by another thread than the loop's.
+        done: Steps that a resumed run leaves out, by epoch: workers of parameter servers have finished them.
+        transport: Carries only the ranks' messages about these data. A thread other than the loop's may read the
+            loader, and the world's own transports carry the loop's calls.
     """
 
     def __init__(self, dataset: Any, world: World, global_batch_size: int | None, fetcher: Fetcher) -> None:
@@ -82,15 +81,15 @@ class Source(ABC):
         return gather_in_order(self.world, rows, epoch.at(torch.cat([none, *positions])))
 
     def step_at(self, mark: Mark) -> int | None:
-        """The step that begins at a position, or None. 0 if only drawing up to the position could tell."""
+        """The step that begins at a position, or None. 0 if this is known only after drawing up to the position."""
         return 0
 
     def position_of(self, epoch: int, step: int) -> int:
-        """The position where a step begins, if steps have numbers; for the step after the last, the end."""
+        """The position at which a step begins, if steps have numbers; for the step after the last, the end."""
         return 0
 
     def after(self, epoch: int) -> Mark:
-        """Where training continues after the latest iteration, which was of this epoch."""
+        """The position at which training continues after the latest iteration, which was of this epoch."""
         return Mark(epoch + 1)
 
     def validate(self) -> None:  # noqa: B027 - a stream can't be checked
@@ -102,7 +101,7 @@ class Source(ABC):
         torch_loader: TorchDataLoader[Any] | None,
         doing: Callable[[int, int, int], str],
     ) -> contextlib.AbstractContextManager[Iterator[Loaded]]:
-        """The batches of some requests, inside a block; for `doing` see `workers.working`."""
+        """Context that yields the batches of some requests; for `doing` see `workers.working`."""
         if torch_loader is not None:
             return workers.working(torch_loader, wanted, doing)
         # A copy, because a fetcher may hold a position in a stream: two simultaneous iterations have two positions.
@@ -118,11 +117,11 @@ def gather_in_order(world: World, rows: Tensor, own: Tensor) -> Tensor:
 
     Args:
         world: The ranks.
-        rows: [n, ...], this rank's.
+        rows: [n, ...], this rank's rows.
         own: [samples], int64: the samples that this rank has seen, in that order.
 
     Raises:
-        MismatchError: A rank has another number of rows than samples. Raised on all of them.
+        MismatchError: A rank's numbers of rows and samples differ. Raised on all ranks.
         ConfigurationError: `rows` isn't a dense tensor.
     """
     check_rows(rows, rank=world.rank, what="loader.gather")

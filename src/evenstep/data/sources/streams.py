@@ -15,9 +15,10 @@ random numbers are keyed by (seed, epoch), and `same_stream` compares the record
 *By shard.* For records that are expensive to produce: a data set that has `num_shards` and `shard(num_shards=, index=)`
 (as Hugging Face's), or is webdataset's, is divided by shards if it has enough of them. Then each worker reads its own
 part only. Parts end at different times, unknown in advance: in every step the ranks agree whether any rank has a batch
-left, and the others take part with an empty batch. Random numbers are keyed by (seed, epoch) up to a part's first
-record, so that all parts divide the same order of shards, and by the part as well from there on, so that they don't
-shuffle or augment alike. The order depends on the number of ranks and of workers, so a resume needs the same numbers.
+left, and the others take part with an empty batch. Up to a part's first record, random numbers are keyed by (seed,
+epoch), so that all parts divide the same order of shards. From there on they are keyed by the part as well, so that
+parts don't shuffle or augment in the same way. The order depends on the number of ranks and of workers, so a resume
+needs the same numbers.
 
 Data sets that divide themselves by `get_worker_info()` would divide twice, so it returns None while they run.
 
@@ -69,11 +70,11 @@ def num_shards_of(dataset: Any) -> int | None:
 
 
 class Start(NamedTuple):
-    """Where a part of a stream begins.
+    """The beginning of a part of a stream.
 
     Attributes:
-        iteration: The iteration to which it belongs.
-        state: The stream's own state to begin with; None: begin at the stream's beginning.
+        iteration: The iteration to which the part belongs.
+        state: The stream's own state from which to continue; None: begin at the stream's beginning.
         step: The step at which `state` was saved.
     """
 
@@ -83,17 +84,17 @@ class Start(NamedTuple):
 
 
 class StreamSource(Source):
-    """An `IterableDataset`: [Note: streams].
+    """The batches of an `IterableDataset`, divided over ranks and workers: see [Note: streams].
 
     Args:
         dataset: The stream.
-        collate_fn: Makes a batch of a list of records; None: torch's.
+        collate_fn: Makes a batch of a list of records; None: torch's function.
         global_batch_size: Records of a step on all ranks together.
         drop_last: Leave out a last global batch that is short.
         seed: The seed of the stream's random numbers.
         num_workers: Workers of each rank.
         world: The ranks.
-        by_state: See [Note: a stream's own state].
+        by_state: A resume loads the stream's own state: see [Note: a stream's own state].
 
     Raises:
         ConfigurationError: The stream doesn't support an argument.
@@ -160,7 +161,7 @@ class StreamSource(Source):
         by_state = self.fetcher.by_state
         if by_state:
             facts["resume_streams"] = "state"
-        if by_state or self._num_shards is not None:  # the order may depend on their number
+        if by_state or self._num_shards is not None:  # the order may depend on the number of parts
             matters = by_state or self.by_shard
             facts |= {"num_parts": self._num_parts, "num_workers": self._num_workers} if matters else _UNDIVIDED
         return facts
@@ -193,7 +194,7 @@ class StreamSource(Source):
                 yield Mark(start.epoch, position, loaded.state), loaded
 
     def _with_states(self, batches: Iterator[Loaded], first: int, states: list[Any]) -> Iterator[Loaded]:
-        """Batches with the state for a resume after them: see [Note: a stream's own state]."""
+        """Add to each batch the state for a resume after it: see [Note: a stream's own state]."""
         if not self.fetcher.by_state:
             yield from batches
             return
@@ -207,8 +208,8 @@ class StreamSource(Source):
 
     def _measured(self, batches: Iterator[Loaded], start: Mark) -> Iterator[tuple[int, Loaded]]:
         if self.by_shard:
-            # The number of records that each part gave to a step is unknown without reading: finished steps are read
-            # and dropped.
+            # How many records each part gave to a step is known only after reading: so read and drop the finished
+            # steps.
             own = until_all_end(until_the_end(batches, self._num_workers), self.transport)
             first_step = 1 if start.state is None else start.position + 1
             yield from ((step, loaded) for step, loaded in enumerate(own, first_step) if step > start.position)
@@ -232,20 +233,20 @@ class StreamSource(Source):
 
 
 class StreamFetcher(Fetcher):
-    """Loads this rank's share of the next global batches of a stream; the `Fetcher` of `IterableDataset`s.
+    """The `Fetcher` of `IterableDataset`s: loads this rank's shares of a stream's global batches, one after the other.
 
-    A request's `samples` is a `Start`; the `Start` of another iteration restarts the stream.
+    A request's `samples` is a `Start`. The `Start` of another iteration restarts the stream.
 
     Args:
         global_batch_size: See `StreamSource`.
         drop_last: See `StreamSource`; not with `by_shard`.
         num_shards: The number of shards by which the stream can be divided.
         by_state: Return the stream's state with each batch.
-        arguments: As for `Fetcher`.
+        arguments: Arguments of `Fetcher`.
 
     Attributes:
-        by_shard: See [Note: streams].
-        is_compared: Several processes read the stream, so digests of its records are compared.
+        by_shard: Whether the stream is divided by shard: see [Note: streams].
+        is_compared: Whether digests of records are compared, because several processes read the same records.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class StreamFetcher(Fetcher):
         return Loaded(batch, len(records), len(mine), digests=tuple(digests), state=state)
 
     def _begin(self, request: Request) -> None:
-        """Begin the whole stream, or a part of it. Workers take turns, so the request's number says which part."""
+        """Begin the whole stream, or a part of it. Workers take turns, so the request's number determines the part."""
         self._epoch, start = request.epoch, request.samples
         self._iteration, self._step = start.iteration, start.step
         key = mix(_STREAM_TAG, self.seed, self._epoch)
@@ -344,9 +345,9 @@ class StreamFetcher(Fetcher):
         return records
 
     def _nothing(self) -> Any:
-        """The batch of no records.
+        """A batch without records.
 
-        A part that is empty from the beginning reads the whole stream's first record for it.
+        To build it, a part that is empty from the beginning reads the first record of the whole stream.
         """
         if self._first is None:
             with without_worker_info(), self._streams.in_use():
@@ -357,7 +358,7 @@ class StreamFetcher(Fetcher):
 
 
 def _drawing_otherwise(records: Iterator[Any], key: int) -> Iterator[Any]:
-    """The same records, with the random streams seeded anew after the first."""
+    """Yield the same records, and seed the random streams anew after the first."""
     yield from islice(records, 1)
     seed_streams(key)
     yield from records
@@ -380,24 +381,24 @@ def stream_requests(epoch: int, iteration: int, first_step: int, states: Sequenc
 
 
 def until_the_end(batches: Iterator[Loaded], num_parts: int) -> Iterator[Loaded]:
-    """Batches until as many in a row are empty as there are workers: all parts have ended."""
+    """Yield batches until one empty batch per part has come in a row: then all parts have ended."""
     num_ended = 0
     for loaded in batches:
         num_ended = 0 if loaded.num_samples else num_ended + 1
         if loaded.num_samples:
             yield loaded
         elif num_ended == num_parts:
-            yield loaded  # a batch of no samples, for `until_all_end`
+            yield loaded  # a batch without samples, for `until_all_end`
             return
 
 
 def until_all_end(batches: Iterator[Loaded], transport: Transport) -> Iterator[Loaded]:
-    """Batches as long as any rank has one; after this rank's last batch, empty ones.
+    """Yield batches as long as any rank has one; after this rank's last batch, empty batches.
 
     Collective: every rank iterates, in step.
 
     Raises:
-        UsageError: The stream has no record, which is needed to make an empty batch. Raised on all ranks.
+        UsageError: The stream has no record, and an empty batch is made from a record. Raised on all ranks.
     """
     for loaded in batches:
         has_batch = bool(loaded.num_samples)

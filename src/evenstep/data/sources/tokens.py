@@ -18,14 +18,14 @@ from evenstep.errors import ConfigurationError, DataError
 from evenstep.ground.health import excepthook
 
 Array = np.ndarray[Any, Any]
-PADDING = -100  # a target that torch's cross_entropy leaves out
+PADDING = -100  # a target that torch's cross_entropy ignores
 
 
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs (x, y) of `context` tokens and the tokens that follow each of them, int64 [context].
 
-    Files are mapped (`numpy.memmap`): no process has a copy in memory, so they may be of any size. Loaders read a whole
-    batch of windows at once.
+    Files are mapped (`numpy.memmap`), not copied to memory, so they may be of any size. Loaders read a whole batch of
+    windows at once.
 
     Several files are joined to one text: a window may begin in one file and end in the next. Without `documents`, a
     rest at the text's end that is shorter than a window is not used. With `documents`, no window crosses the end of a
@@ -37,9 +37,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         context: Tokens in a window.
         dtype: The dtype of a file's numbers: torch's or numpy's, of whole numbers. ">u2" is big-endian.
         header_bytes: Bytes at the beginning of each file, before its tokens.
-        stride: Tokens from the beginning of a window to that of the next; None: `context`.
+        stride: Tokens from the beginning of a window to the beginning of the next; None: `context`.
         documents: The number of tokens of each document; their sum is the number of all tokens. Needs 16 bytes of
-            memory for each.
+            memory per document.
         padding: Value of y after a document's end.
 
     Raises:
@@ -107,7 +107,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def batch_of(self, indices: Tensor) -> list[Tensor]:
-        """x and y of several windows: [n, context] each, int64, of [n] int64, n at least 1."""
+        """Return [x, y] of several windows, each [n, context] int64. `indices`: [n], int64, n at least 1."""
         windows = indices.numpy()
         if windows.min() < 0 or windows.max() >= len(self):
             raise IndexError(f"windows {windows.min()} to {windows.max()} of {len(self)}")
@@ -124,14 +124,14 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return [torch.from_numpy(x), torch.from_numpy(y)]
 
     def _at(self, first: Array) -> Array:
-        """The tokens from each of these positions on, [n, context + 1] for [n]; arbitrary after the text's end."""
+        """Tokens from the positions `first` [n] on: [n, context + 1]; arbitrary after the text's end."""
         found = np.empty((len(first), self.context + 1), np.int64)
         shards = np.searchsorted(self._ends, first, side="right")
         for number in np.unique(shards).tolist():
             rows, tokens = np.flatnonzero(shards == number), _tokens_of(self._shards[number])
             places = first[rows] - (self._ends[number] - len(tokens))
             found[rows] = tokens.take(places[:, None] + np.arange(self.context + 1), mode="clip")
-        for row in np.flatnonzero(first + self.context >= self._ends[shards]).tolist():  # they continue in the next
+        for row in np.flatnonzero(first + self.context >= self._ends[shards]).tolist():  # continued in the next shard
             number, done = shards[row] + 1, self._ends[shards[row]] - first[row]
             while done <= self.context and number < len(self._shards):
                 tokens = _tokens_of(self._shards[number])[: self.context + 1 - done]
@@ -163,11 +163,11 @@ def _file_at(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
 
 
 def _opened(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
-    """The file, checked.
+    """Check a file and record its present state.
 
     Raises:
         ConfigurationError: There is no such file.
-        DataError: It ends inside of its header, or of a token.
+        DataError: The file ends inside of its header, or of a token.
     """
     if not os.path.isfile(path):
         raise ConfigurationError(f"TokenDataset: {path} is {'no file' if os.path.exists(path) else 'not there'}.")
@@ -203,7 +203,7 @@ def _tokens_of(shard: _File | Array) -> Array:
     return _mapped(shard)
 
 
-@functools.lru_cache(maxsize=256)  # each keeps a descriptor open, and there may be thousands of shards
+@functools.lru_cache(maxsize=256)  # each entry keeps a descriptor open, and there may be thousands of shards
 def _mapped(file: _File) -> Array:
     # An empty file can't be mapped.
     return np.asarray(np.memmap(file.path, file.dtype, "r", file.header_bytes)) if len(file) else np.empty(0, np.int64)

@@ -1,8 +1,9 @@
 """webdataset's pipelines as streams that are divided by shard, and are the same in every run.
 
 A pipeline is a list of stages: one lists shards, some shuffle, some divide shards over nodes and workers, others open,
-decode and map. Its shuffles are seeded from the process and the time, and what divides knows neither our ranks nor the
-worker whose turn it is in a resumed run. So the loader iterates a copy of the pipeline, made for one epoch and part:
+decode and map. Its shuffles are seeded from the process and the time, and its dividing stages know neither evenstep's
+ranks nor the worker whose turn it is in a resumed run. So the loader iterates a copy of the pipeline, made for one
+epoch and part:
 
     list      a b c d e f
     shuffle   d a f c b e     by (seed, epoch): the same for all parts
@@ -29,12 +30,12 @@ from evenstep.ground.computing.randomness import mix
 
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only")
 _OPENERS = ("StreamingOpen", "FileCache", "url_opener", "tarfile_samples")
-_UNREPEATABLE = ("resampled_", "DirectoryShardList", "DataLoader")  # the system's entropy, renamed files, other workers
+_UNREPEATABLE = ("resampled_", "DirectoryShardList", "DataLoader")  # by entropy, renamed files, other workers
 
 
 def is_pipeline(dataset: Any) -> bool:
-    """Whether it is one of webdataset's pipelines, or a mix of them."""
-    package = sys.modules.get("webdataset")  # perhaps a file of the script's, of that name
+    """Whether a data set is one of webdataset's pipelines, or a mix of them."""
+    package = sys.modules.get("webdataset")  # perhaps another file of that name, of the script
     return any(isinstance(dataset, getattr(package, name, ())) for name in ("DataPipeline", "RandomMix", "RoundRobin"))
 
 
@@ -47,11 +48,11 @@ def count_shards(dataset: Any) -> int:
 
 
 def part_of(dataset: Any, seed: int, epoch: int, num_parts: int, index: int) -> Any:
-    """A copy of a pipeline that gives one part of its shards, in the order of an epoch.
+    """A copy of a pipeline that yields one part of its shards, in the order of an epoch.
 
     Args:
         dataset: The pipeline; it stays as it is.
-        seed: The key of its shuffles, with the epoch and, after the division into shards, the part.
+        seed: Shuffles are keyed by the seed, the epoch and, after the division of shards, the part.
         epoch: Number of the epoch.
         num_parts: The number of parts: ranks times workers.
         index: The number of the part.
@@ -92,10 +93,10 @@ def _divided(shards: Iterator[Any], num_parts: int, index: int) -> Iterator[Any]
 
 
 def _keyed(stage: Any, name: str, key: int) -> Any:
-    """A copy of the stage whose random numbers are keyed; the stage itself if it draws none.
+    """A copy of the stage, with keyed random numbers if it draws any.
 
     Raises:
-        ConfigurationError: It shuffles and accepts no generator; or it can't be repeated at all.
+        ConfigurationError: The stage shuffles and accepts no generator; or it can't be repeated at all.
     """
     parameters = _parameters(stage)
     if "rng" in parameters and isinstance(getattr(stage, "kw", None), dict):

@@ -1,8 +1,8 @@
-"""Private names of torch and of the C libraries, each in one place, with the versions that have it.
+"""Private names of torch and functions of the C libraries, each in one place, with the versions that have it.
 
-- `torch_<theme>`: private names of torch, one file for each of its parts. Names that evenstep can't do without are
-  bound when the file is imported, here; for the others, its `NAMES` lists what depends on them.
-- `private_names`: a row of such a list.
+- `torch_<theme>`: private names of torch, one file for each of its parts. Names that evenstep needs in any case are
+  bound when the file is imported, by this package. A file's `NAMES` lists the other names, and what depends on them.
+- `private_names`: the class of a row of `NAMES`.
 - `c_library`: C functions that python doesn't offer.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from evenstep.ground.compat.private_names import SEEN
 
-# All but torchelastic's, which only the launcher needs.
+# All themes but torchelastic, which only the launcher needs.
 _THEMES = ("autograd", "data", "ddp", "distributed", "dynamo", "modules", "profiler", "pytree", "tensors")
 
 for theme in _THEMES:

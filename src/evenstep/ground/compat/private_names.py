@@ -1,4 +1,4 @@
-"""A private name of torch whose absence is noticed only at its use. Each theme's `NAMES` lists its own.
+"""A private name of torch whose absence is noticed only when it is used. Each theme lists its own in `NAMES`.
 
 All other private names are bound when the modules beside this one are imported, and so must be in every torch that
 evenstep allows: see the package.
@@ -19,7 +19,7 @@ class PrivateName:
 
     Args:
         where: "module:attributes". "~name" at the end is an attribute or variable that the function before it uses.
-        what: What it is, or its purpose.
+        what: The meaning or the purpose of the name.
         without: What happens in a torch that lacks it.
         seen: The versions of torch that have it.
     """

@@ -1,4 +1,4 @@
-"""Private parts of autograd (torch 2.11 and later). Names are torch's functions themselves: calls cost no more."""
+"""Private parts of autograd (torch 2.11 and later). Plain names are torch's own functions, so calls cost no more."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DeviceType = torch._C._autograd.DeviceType
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
-    """Tensors made inside can be written to outside of torch's inference mode.
+    """Context in which new tensors are normal tensors, which can be written to outside of torch's inference mode.
 
-    Inference mode is left only if it is on. Its guard restores the state of gradients when the guard is freed. If a
+    Does nothing if inference mode is off. Its guard restores the state of gradients when the guard is freed. If a
     signal handler raises while the guard is made, the guard is freed only with the traceback, and gradients may have
     been switched on by then.
     """
@@ -29,7 +29,7 @@ def outside_inference_mode() -> AbstractContextManager[None]:
 
 
 def enclosing_node() -> Node | None:
-    """The node whose backward started the running pass, as in reentrant checkpoints; None: there is no such node.
+    """The node whose backward started the running pass, as with reentrant checkpointing; None: there is no such node.
 
     For nested passes, the node in the outermost pass. Reads the stack.
     """
@@ -43,9 +43,10 @@ def enclosing_node() -> Node | None:
 
 
 def has_pending_graph(tensor: torch.Tensor) -> bool:
-    """Whether a backward pass through a tensor may follow: it has a graph, which none has freed.
+    """Whether a backward pass through a tensor is still possible: it has a graph, which no pass has freed.
 
-    The first node that saved a tensor tells, by names that torch's page on the mechanics of autograd describes.
+    The first node that saved a tensor shows this, by attributes that torch's page on the mechanics of autograd
+    describes.
     """
     nodes = [tensor.grad_fn]
     while nodes:
@@ -54,7 +55,7 @@ def has_pending_graph(tensor: torch.Tensor) -> bool:
             try:
                 if name.lstrip("_").startswith("saved_") and isinstance(getattr(node, name), torch.Tensor):
                     return True
-            except RuntimeError:  # it was freed
+            except RuntimeError:  # the saved tensor was freed
                 return False
         nodes += [each for each, _ in node.next_functions if each is not None] if node is not None else []
     return False

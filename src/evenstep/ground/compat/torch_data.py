@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Mult
 
 from evenstep.ground.compat.private_names import PrivateName
 
-_POLL_S = 0.5  # how often the processes of overdue workers are checked
+_POLL_S = 0.5  # seconds between two checks of overdue workers' processes
 _END_WITHIN_S = 2.0
 
 MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
@@ -25,7 +25,7 @@ MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
 
 @contextlib.contextmanager
 def without_worker_info() -> Iterator[Any]:
-    """Make `get_worker_info` return None inside the block; yields what it returned before."""
+    """Context in which `get_worker_info` returns None; yields its former result."""
     worker = get_worker_info()
     _utils.worker._worker_info = None
     try:
@@ -35,7 +35,7 @@ def without_worker_info() -> Iterator[Any]:
 
 
 class WorkerLoader(DataLoader[Any]):
-    """torch's loader with another way to watch and end its workers. See `_Workers`."""
+    """torch's loader, which watches and ends its workers as `_Workers` does."""
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
@@ -64,14 +64,14 @@ class _Workers(_MultiProcessingDataLoaderIter):
             self._worker_pids_set = False
         _with_workers.add(self)
         atexit.unregister(_kill_all)
-        atexit.register(_kill_all)  # before multiprocessing's, which was registered earlier
+        atexit.register(_kill_all)  # runs before multiprocessing's function, which was registered earlier
 
     def _try_get_data(self, timeout: float = _POLL_S) -> Any:
         return super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
         if getattr(self, "_shutdown", True) or getattr(_utils, "python_exit_status", True):
-            return  # done; or at the interpreter's end, when no thread can be started
+            return  # all have ended; or the interpreter ends, and no thread can be started
         late = threading.Timer(_END_WITHIN_S, self.kill)
         late.daemon = True
         late.start()
@@ -107,10 +107,10 @@ def shut_down_workers(iterator: Any) -> None:
 
 
 def draws_from_whole_data_set() -> bool:
-    """Whether an iterator of torch's own loader is running that gives every rank the samples of the whole data set.
+    """Whether an iterator of torch's own loader is running that loads the whole data set on every rank.
 
-    Its samples have numbers, and its sampler is torch's for one process: in order, or random. All objects are searched,
-    which takes tens of milliseconds in a large program.
+    Such a loader has numbered samples and torch's sampler for one process: in order, or random. All objects are
+    searched, which takes tens of milliseconds in a large program.
     """
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter) and getattr(each, "_num_yielded", False):
@@ -121,7 +121,7 @@ def draws_from_whole_data_set() -> bool:
     return False
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 _LOADER = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 NAMES = (
     PrivateName(

@@ -1,4 +1,4 @@
-"""Private parts of torch's DistributedDataParallel and of `fully_shard`, FSDP2 (torch 2.11 and later)."""
+"""Private parts of torch's DistributedDataParallel and of FSDP2's `fully_shard` (torch 2.11 and later)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def active_in_dynamo(model: DistributedDataParallel) -> Iterator[None]:
-    """Tell torch.compile which module runs, so that it splits the module's graph at buckets."""
+    """Context in which torch.compile knows the running module, so that it splits the module's graph at buckets."""
     running = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = model
     try:
@@ -44,7 +44,7 @@ def active_in_dynamo(model: DistributedDataParallel) -> Iterator[None]:
 
 
 def is_slice(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh is a dimension of a larger one."""
+    """Whether a mesh is a slice of a larger mesh."""
     return bool(root_mesh(mesh) != mesh)
 
 
@@ -61,7 +61,7 @@ def is_sharded_module(module: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the parameters that FSDP2 has gathered, as after an evaluation; sharded ones remain."""
+    """Free the parameters that FSDP2 has gathered, as after an evaluation; the sharded parameters remain."""
     if _FSDP in sys.modules:
         for each in module.modules():
             if is_sharded_module(each):
@@ -69,20 +69,20 @@ def reshard(module: nn.Module) -> None:
 
 
 class ShardedParts:
-    """The result of `fully_shard` on a module: its groups of parameters, each of which is sent as one message.
+    """The parts of a module that `fully_shard` has divided, in groups of parameters. Each group is sent as one message.
 
     Args:
         module: The whole model; from now on torch sums the gradients of its sharded parts over ranks (`divide_by`).
 
     Attributes:
-        groups: torch's groups, by `id`.
+        groups: torch's parameter groups, by `id`.
         modules: All sharded modules.
-        roots: The outermost of them.
+        roots: The outermost sharded modules.
         divisor: The number by which torch divides sums.
         synchronises: Whether the next backward pass adds gradients over ranks.
         states: torch's states of the sharded modules.
-        then: Called when a backward pass has ended for all of them; None: nothing is called.
-        used: By `id`, the sharded parameters that have had a gradient on this rank since this was emptied.
+        then: Called when a backward pass has ended for all sharded modules; None: nothing is called.
+        used: The sharded parameters, by `id`, that have had a gradient on this rank since `used` was last emptied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,9 +112,10 @@ class ShardedParts:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters, which optimizers step. Not to be read during a pass, when modules have gathered ones.
+        """The sharded parameters, which optimizers step. Not available during a pass: modules have gathered them then.
 
-        Read from the modules: torch itself notices a replaced parameter (as by `to_empty`) only in the next pass.
+        They are read from the modules, because torch's own list has a replaced parameter (as by `to_empty`) only after
+        the next pass.
         """
         for root in self.roots:
             reshard(root)
@@ -129,7 +130,7 @@ class ShardedParts:
         return {policy.param_dtype or each.sharded_param.dtype for policy, each in policies}
 
     def synchronise(self, *, is_on: bool) -> None:
-        """Let the next backward passes add gradients over ranks, or keep them whole on each rank."""
+        """Set whether the next backward passes add gradients over ranks, or keep them whole on each rank."""
         if is_on is not self.synchronises:
             self.synchronises = is_on
             for root in self.roots:
@@ -143,9 +144,9 @@ class ShardedParts:
                 each.set_gradient_divide_factor(float(divisor))
 
     def rescale(self, by: float) -> None:
-        """Multiply the gradients that passes have kept whole on this rank.
+        """Multiply the gradients that earlier passes have kept whole on this rank.
 
-        torch 2.15 names the same tensor twice; earlier versions may have two tensors of a parameter.
+        In torch 2.15 two attributes may be one tensor; in earlier versions a parameter may have two tensors.
         """
         for group in self.groups.values():
             for each in group.fsdp_params:
@@ -156,7 +157,7 @@ class ShardedParts:
                         grad.mul_(by)
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Autograd's pass ends: call `then` when torch has ended it, too; at once, if it already has.
+        """Called at the end of autograd's pass: call `then` when torch has ended the pass, too, perhaps at once.
 
         `then` can't be added to autograd's callbacks from inside a callback: their list may be reallocated while one
         runs.
@@ -181,7 +182,7 @@ class ShardedParts:
         state._root_post_backward_final_callback = ended
 
     def _watch(self, group: Any) -> None:
-        """Note the parameters that have a gradient, and give the others zeros.
+        """Record which parameters of a group have a gradient, and give the others zeros.
 
         Otherwise a rank that doesn't use a parameter would send a shorter message than the ranks that use it expect.
         """
@@ -230,7 +231,7 @@ NAMES = (
         )
     ),
     *(
-        # Until 2.14 an attribute that the constructor sets, then a property.
+        # Until 2.14 it is an attribute that the constructor sets, later a property.
         PrivateName(
             f"{_FSDP}._fsdp_param:FSDPParam.{where}", "the gradient of a parameter while it is whole", _NO_FSDP, seen
         )
@@ -240,7 +241,7 @@ NAMES = (
         )
     ),
     *(
-        # Until 2.12 an attribute of objects, which can't be checked in the class.
+        # Until 2.12 it is an attribute of objects, which can't be looked up in the class.
         PrivateName(f"{_FSDP}._fsdp_state:FSDPState.{where}", "parameters that travel as one", _NO_FSDP, _NEW)
         for where in ("_fsdp_param_group", "__init__~_fsdp_param_groups")
     ),

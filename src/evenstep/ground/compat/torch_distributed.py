@@ -36,7 +36,8 @@ def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> 
     """Replace the store of `env://` and `tcp://`, which rank 0 would open at an address and a port.
 
     Args:
-        open_store: Called with address, port and number of ranks; None: torch opens its own. The last call counts.
+        open_store: Called with address, port and number of ranks; if it returns None, torch opens its own store. A
+            later call replaces it.
     """
 
     def create(hostname: str, port: int, rank: int, world_size: int, *more: Any, **named: Any) -> Any:
@@ -69,10 +70,10 @@ def open_debug_stores_by(open_store: Callable[[str], dist.Store]) -> None:
 
 
 def reset_group_count() -> None:
-    """Reset torch's count of groups.
+    """Reset torch's count of process groups.
 
-    torch also counts a group that couldn't be made, and would then look for the next group under another name than the
-    other ranks.
+    torch also counts a group that couldn't be made. Then it would look for the next group under another name than the
+    other ranks do.
     """
     distributed_c10d._world.group_count = 0
 
@@ -80,9 +81,9 @@ def reset_group_count() -> None:
 def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group without the other ranks' participation (`use_local_synchronization`).
 
-    Collective: the group's ranks call this; if several times, then in the same order.
+    Collective: the group's ranks call this, several groups in the same order.
 
-    torch 2.15 names such a group after the number of groups that a rank has counted, and only the members count it. If
+    torch 2.15 names a group after the number of groups that a rank has made, and only members count such a group. If
     one rank has made more of them than another, the next group of all ranks has two names, and the ranks wait for each
     other for ever. So these groups are counted here, and torch's number is restored.
 
@@ -90,7 +91,7 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
     So the binding is removed meanwhile.
 
     Args:
-        ranks: Their numbers in the default group.
+        ranks: The members' ranks in the default group.
         backend: The group's backend.
         timeout: Deadline of a call.
     """
@@ -110,14 +111,14 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
 
 
 _APART = 10**9  # no script makes so many groups
-# By default group: a rank that joins the next one has made none.
+# The counts are kept per default group: a rank that joins a new default group has made none.
 _num_made_alone: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def keep_groups(*groups: dist.ProcessGroup) -> None:
-    """In a forked child, never release these groups, nor those that torch knows by name.
+    """Keep process groups for ever in a forked child: these, and those that torch knows by name.
 
-    A group's destructor waits for its threads, which only the parent has: the child would hang, or be aborted.
+    A group's destructor waits for the group's threads, which only the parent has: the child would hang or be aborted.
     """
     for group in (*groups, *getattr(distributed_c10d._world, "pg_map", ())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -126,14 +127,14 @@ def keep_groups(*groups: dist.ProcessGroup) -> None:
 def add_backend(
     group: dist.ProcessGroup, devices: Sequence[str], kind: dist.ProcessGroup.BackendType, backend: Any | None
 ) -> None:
-    """Let a backend carry a group's collectives of some devices' tensors.
+    """Make a backend carry a group's collectives for tensors of some devices.
 
     Args:
         group: A group that was made without a backend.
         devices: Types of devices, "cpu" or "cuda".
         kind: The kind of backend.
-        backend: A `dist.Backend` of C++; None: the backend follows later, and is only announced to torch (not allowed
-            if torch `VISITS_BACKENDS`).
+        backend: A C++ `dist.Backend`; None: only announce to torch that a backend follows (not allowed if torch
+            `VISITS_BACKENDS`).
     """
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
@@ -148,7 +149,7 @@ def num_collectives() -> int:
     """The number of calls that all process groups of the script have made so far, on this rank."""
     total = 0
     for group in getattr(distributed_c10d._world, "pg_map", ()):
-        with contextlib.suppress(RuntimeError):  # its backend doesn't count
+        with contextlib.suppress(RuntimeError):  # the group's backend doesn't count
             total += group._get_sequence_number_for_group()
     return total
 
@@ -159,7 +160,7 @@ def is_made(group: dist.ProcessGroup) -> bool:
 
 
 def set_default_backend(group: dist.ProcessGroup, kind: dist.ProcessGroup.BackendType) -> None:
-    """Let one of a group's backends carry calls without a device, such as a barrier."""
+    """Choose the backend of a group that carries calls without a device, such as a barrier."""
     group._set_default_backend(kind)
 
 
@@ -173,7 +174,7 @@ def loopback_gloo_options(timeout: timedelta) -> Any:
 
 
 def begin_sequence_numbers(backend: Any) -> None:
-    """Let a backend count its calls. From torch 2.15 on all begin at 0, and a call gives a warning."""
+    """Make a backend count its calls. Not needed from torch 2.15 on, where every backend counts from 0."""
     if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
         backend._set_sequence_number_for_group()
 
@@ -185,7 +186,7 @@ def set_gloo_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Tensors made inside the block are ordinary ones, not wrapped by `torch.func.grad` or `vmap`."""
+    """Context in which new tensors are ordinary tensors, not wrapped by `torch.func.grad` or `vmap`."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # imported already
@@ -193,7 +194,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = "torch.distributed:ProcessGroup"
 _GROUPS_FAIL = "no process group can be made"

@@ -46,7 +46,7 @@ _state = {"is_known": False, "has_compiled": False}
 
 @untraced
 def compiled_backends() -> Mapping[int, object]:
-    """Return the backends of torch.compile, in use or not; the mapping grows with every new one."""
+    """The backends of torch.compile, in use or not; the mapping grows with every new backend."""
     compiling = sys.modules.get("torch._dynamo.eval_frame")
     backends: Mapping[int, object] = {} if compiling is None else compiling.cached_backends
     return backends
@@ -54,7 +54,7 @@ def compiled_backends() -> Mapping[int, object]:
 
 @untraced
 def keep_out_of_graphs() -> bool:
-    """Make torch.compile trace the functions that evenstep calls, but not evenstep.
+    """Make torch.compile skip evenstep's own code, but trace the functions that it calls.
 
     Returns True in the first call after dynamo's import, else False.
     """
@@ -74,7 +74,7 @@ def any_compiled() -> bool:
     return _state["has_compiled"]
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 NAMES = (
     PrivateName(
         "torch._dynamo.trace_rules:add",

@@ -1,7 +1,7 @@
 """Parts of torchelastic that have no public names. All of them are in torch 2.11 to 2.13.
 
 `ElasticAgent` is torchelastic's agent with another loop. The functions replace torchelastic's agent, its way to start
-processes, or its store, each only inside a `with` block or a call.
+processes, or its store. Each does so only inside a `with` block or a call.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ StartProcess = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Any]
 class ElasticAgent(LocalElasticAgent):
     """torchelastic's agent without its loop, which `run_attempts` of a subclass replaces.
 
-    torchelastic assigns ranks, starts processes with their variables, and closes the object that `closes` was given
-    last.
+    torchelastic assigns ranks, starts processes with their variables, and at the end closes the object last passed to
+    `closes`.
     """
 
     def run_attempts(self) -> None:
-        """Meet, start processes and watch them; returns when all have ended well."""
+        """Meet the other nodes, start processes and watch them; returns when all have succeeded."""
         raise NotImplementedError
 
     def meet(self, open_store: Callable[..., Any]) -> Any:
@@ -62,7 +62,7 @@ class ElasticAgent(LocalElasticAgent):
         return self._pcontext
 
     def closes(self, context: Any) -> None:
-        """Make torchelastic call `close(signal, timeout)` of this object when a signal or an error ends the run."""
+        """Make torchelastic call `context.close(signal, timeout)` when a signal or an error ends the run."""
         self._pcontext = context
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -73,7 +73,7 @@ class ElasticAgent(LocalElasticAgent):
 
 
 def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, arguments: Sequence[str]) -> Any:
-    """torch's `launch_agent` with another agent.
+    """Call torch's `launch_agent` with another agent.
 
     `launch_agent` has no argument for the agent's class, so the name that it looks up is replaced during the call.
     """
@@ -83,7 +83,7 @@ def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, a
 
 @contextlib.contextmanager
 def processes_started_by(start: StartProcess | None) -> Iterator[None]:
-    """Inside, torchelastic starts processes by `start`; with None, or if torch has no handlers, by its own means."""
+    """Context in which torchelastic starts processes by `start`; None, or a torch without handlers: as usual."""
     if start is None or not hasattr(multiprocessing, "get_subprocess_handler"):
         yield
         return
@@ -93,7 +93,7 @@ def processes_started_by(start: StartProcess | None) -> Iterator[None]:
 
 
 class _Handler(SubprocessHandler):
-    """torchelastic's handler of one process, which starts it in another way."""
+    """torchelastic's handler of one process, with another way to start the process."""
 
     def __init__(self, *args: Any, start: StartProcess, **kwargs: Any) -> None:
         self._start = start
@@ -108,16 +108,16 @@ class _Handler(SubprocessHandler):
 
 @contextlib.contextmanager
 def _fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
-    """Inside, torch's elastic rendezvous, if `handler` is one, opens a new store.
+    """Context in which torch's elastic rendezvous, if `handler` is one, opens a new store.
 
-    Otherwise it would reuse the store of the first rendezvous, which has the addresses of dead ranks, or is on a node
-    that no longer has rank 0; a node that joins later would wait for it in vain. torch's own store also listens on all
-    interfaces.
+    Otherwise it would reuse the store of the first rendezvous. That store has the addresses of dead ranks, or is on a
+    node that no longer has rank 0, where a node that joins later would wait for it in vain. torch's own store also
+    listens on all interfaces.
     """
     if not (hasattr(handler, "_bootstrap_store_info") and hasattr(handler, "_create_tcp_store_server")):
         yield
         return
-    before = handler._shared_tcp_store_server  # to be read until all nodes are in the next rendezvous
+    before = handler._shared_tcp_store_server  # other nodes may read it until all are in the next rendezvous
     handler._bootstrap_store_info = None
     handler._shared_tcp_store_server = None
     handler._create_tcp_store_server = open_store

@@ -16,7 +16,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 NAMES = (
     PrivateName(
         "torch._dynamo.eval_frame:OptimizedModule.__init__~_orig_mod",

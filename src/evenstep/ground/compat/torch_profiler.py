@@ -27,13 +27,13 @@ def is_profiled() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a profiler runs, or a mode that sees each operation. Costs a tenth of a microsecond."""
+    """Whether a profiler or a dispatch mode, which sees each operation, is active. Costs a tenth of a microsecond."""
     return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0
 
 
 def profile_all_threads() -> torch.profiler.profile:
-    """A profiler of this process: its GPU, and all threads of the CPU, such as those of Gloo that carry gradients."""
-    # acc_events: until torch 2.12 a profile of one cycle is warned of without it.
+    """A profiler of this process: its GPU, and all CPU threads, including Gloo's, which carry gradients."""
+    # acc_events: without it, torch until 2.12 warns of a profile of one cycle.
     return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True), acc_events=True)
 
 
@@ -41,7 +41,7 @@ def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -
     """Begin an event of the running profile.
 
     Args:
-        name: Its name in the profile.
+        name: The event's name in the profile.
         tensors: Tensors whose shapes and dtypes are shown if the profile records shapes.
         details: Numbers and texts that are shown, too.
 
@@ -56,13 +56,13 @@ def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -
 
 
 def count_call(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Let torch's `CommDebugMode` count a collective, if one is active.
+    """Make torch's `CommDebugMode`, if it is active, count a collective.
 
     The mode sees operations of torch's dispatcher. torch's own groups use these; a group with python methods doesn't.
 
     Args:
-        operation: Its name in `torch.ops.c10d`, such as "allreduce_".
-        tensors: Its tensors.
+        operation: The collective's name in `torch.ops.c10d`, such as "allreduce_".
+        tensors: The collective's tensors.
     """
     if (module := sys.modules.get(_COMM_MODE)) is None:
         return
@@ -72,23 +72,23 @@ def count_call(operation: str, tensors: Sequence[Tensor]) -> None:
 
 
 class _Counted:
-    """Stands for an operation, and does nothing.
+    """A stand-in for an operation, which does nothing.
 
     Args:
-        packet: The operation as which the mode counts it.
+        packet: The operation for which the mode counts it.
     """
 
     def __init__(self, packet: Any) -> None:
         self._overloadpacket = packet
 
     def __call__(self, *_: object, **__: object) -> None:
-        """The group makes the call by itself."""
+        """Do nothing: the process group itself makes the call."""
 
     def __repr__(self) -> str:
         return str(self._overloadpacket)
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 NAMES = (
     PrivateName(
         "torch.autograd.profiler:_is_profiler_enabled", "whether a profiler runs", "an AttributeError in every step"

@@ -1,7 +1,7 @@
-"""Torch's pytrees (torch 2.11 and later): private by name, documented, and used by functorch and dynamo.
+"""torch's pytrees (torch 2.11 and later): private by name, but documented, and used by functorch and dynamo.
 
-A class that is registered there, as the model outputs of transformers are, is a node; a dataclass isn't. The module
-`pytrees` takes apart the containers that users make themselves, dataclasses too.
+A registered class, such as the model outputs of transformers, is a node; a dataclass isn't. The module
+`ground.computing.pytrees` takes apart the containers that users define themselves, including dataclasses.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def weak_storage(storage: UntypedStorage) -> StorageWeakRef:
     return reference
 
 
-# DTensors. Their makers have imported `torch.distributed.tensor`; here it is used only if it is imported.
+# DTensors. Whoever has made one has imported `torch.distributed.tensor`; here it is used only if it is imported.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -47,15 +47,15 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def split_of(placement: Any) -> tuple[int | None, int] | None:
-    """How a placement divides a tensor.
+    """The dimension along which a placement divides a tensor.
 
     Returns:
-        (dimension, split factor); (None, 1): all ranks have the same values; None: each rank has a summand.
+        (dimension, split factor); (None, 1) if all ranks have the same values; None if each rank has a summand.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if isinstance(placement, _StridedShard):  # no Shard since torch 2.11
+    if isinstance(placement, _StridedShard):  # no subclass of Shard since torch 2.11
         return placement.dim, int(placement.split_factor)
     if isinstance(placement, Shard):
         return placement.dim, 1
@@ -68,10 +68,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Clear torch's cache for DTensors' operations, which has the meshes of destroyed groups.
+    """Clear torch's cache of DTensor operations, which refers to the meshes of destroyed groups.
 
-    torch compares meshes by ranks and names, not by their groups. So results on an equal mesh of a new group would have
-    the old mesh, whose group names then belong to no group, or to other groups.
+    torch compares meshes by ranks and names, not by their groups. So results on an equal mesh of a new group would get
+    the old mesh, whose group names now belong to no group or to other groups.
     """
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
@@ -94,7 +94,7 @@ def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a DTensor, outside of autograd and in the same memory; any other tensor unchanged.
 
-    Pending communication is waited for.
+    Waits for pending communication.
     """
     if not is_dtensor(value):
         return value
@@ -109,7 +109,7 @@ def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor
     Args:
         like: A DTensor with the mesh, and with the device of the parts.
         local: This rank's part; or the whole, the same on all ranks, if `like` has another shape.
-        shape: The shape of the whole.
+        shape: The shape of the whole tensor.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -172,7 +172,7 @@ __all__ = [
     "wrapped_like",
 ]
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't looked up when evenstep is imported.
 NAMES = (
     PrivateName(
         "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",

@@ -31,8 +31,8 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
     """Make torch compute deterministically on this rank. Operations that can't do so raise torch's error.
 
     Args:
-        device: Where the rank computes.
-        threads: CPU threads of an operation. They divide sums among them, so bits depend on their number.
+        device: The device on which the rank computes.
+        threads: CPU threads of an operation. Sums are divided among them, so bits depend on their number.
 
     Returns:
         A function that restores all settings.
@@ -50,7 +50,8 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
     torch.use_deterministic_algorithms(True)
     undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs, no bfloat16 on CPUs
-    # Not by assignment, which fails after an import of `torch.testing`. Benchmark mode would choose kernels by timing.
+    # `set_flags`, because assignment fails after an import of `torch.testing`. Benchmark mode would choose kernels by
+    # timing.
     cudnn: Any = torch.backends.cudnn
     undo.callback(
         cudnn.set_flags,
@@ -69,7 +70,7 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
 def facts(device: torch.device) -> dict[str, str]:
     """Everything else that bits depend on. The same facts give the same bits.
 
-    Checkpoints hold them: keys never change. `virtual_ranks` has their names in messages.
+    Checkpoints contain the facts, so keys never change. `virtual_ranks` has their names in messages.
     """
     found = {
         "cpu": _cpu_model(),

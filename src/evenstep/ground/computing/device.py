@@ -40,7 +40,7 @@ def choose_device(requested: str | torch.device | None, placement: Placement, *,
         num_gpus: GPUs that torch can use on this node.
 
     Raises:
-        ConfigurationError: No such device, or more ranks than GPUs.
+        ConfigurationError: There is no such device, or there are more ranks than GPUs.
     """
     if requested is None:
         requested = "cuda" if num_gpus else "cpu"
@@ -52,7 +52,7 @@ def choose_device(requested: str | torch.device | None, placement: Placement, *,
             raise ConfigurationError(f"device={str(requested)!r}, but this node has {_gpus(num_gpus)}.")
         return device
     if num_gpus == 1 and placement.has_one_gpu_of_its_own:
-        return torch.device("cuda", 0)  # each rank sees another GPU, as its number 0
+        return torch.device("cuda", 0)  # each rank sees a different GPU, as number 0
     if placement.local_world_size > num_gpus:
         most = counted(num_gpus, "rank")
         remedy = f"Start at most {most}, or pass device='cpu', or name one to be shared: device='cuda:0'."
@@ -91,6 +91,6 @@ def arrived(coming: Coming) -> list[float]:
     """The numbers that `start_copy` began to copy, one window earlier."""
     host, event = coming
     if event is not None:
-        event.synchronize()  # the event is over already
+        event.synchronize()  # usually returns at once: a window has passed
     values: list[float] = host.tolist()
     return values

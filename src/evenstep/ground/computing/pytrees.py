@@ -20,7 +20,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))  # leave
 
 
 def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
-    """Return the entries of a container, and a function that rebuilds it from others; None for a leaf. Pure."""
+    """Return the entries of a container, and a function that rebuilds it from other entries; None for a leaf. Pure."""
     if isinstance(node, Mapping):
         return list(node.values()), lambda entries: _with_values(node, entries)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -49,7 +49,7 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def flatten_tensors(tree: Any) -> tuple[list[Tensor], Rebuild]:
-    """Return the tensors of a pytree, and a function that puts others in their places. Pure."""
+    """Return the tensors of a pytree, and a function that rebuilds it with other tensors. Pure."""
     tensors: list[Tensor] = []
     return tensors, _plan(tree, tensors)
 

@@ -1,9 +1,8 @@
-"""Every random stream: seeding, keys, capture and restore.
+"""All random streams: seeding, keys, capture and restore.
 
 Until training starts, all ranks draw the same numbers: `random_split` and the initialisation of the model give the
-same on each of them. From the first training forward on, every rank except 0 draws its own (`diverge`), so that
-dropout masks and augmentations are independent between replicas, and rank 0 draws what a single process would have
-drawn.
+same on each of them. From the first training forward on, every rank except 0 draws its own numbers (`diverge`), so that
+dropout masks and augmentations are independent between replicas. Rank 0 draws the same numbers as a single process.
 
 [Note: replicas' draws]
 
@@ -63,11 +62,11 @@ def validate_seed(what: str, seed: Any, *, otherwise: str = "None to seed nothin
 
     Args:
         what: The function and the argument, for messages.
-        seed: What was given.
-        otherwise: What None means; "": it is refused.
+        seed: The given seed.
+        otherwise: The meaning of None, for the message; "": None is refused.
 
     Raises:
-        ConfigurationError: It isn't a whole number from 0 to 2**63 - 1.
+        ConfigurationError: The seed isn't a whole number from 0 to 2**63 - 1.
     """
     if seed is None and otherwise:
         return None
@@ -88,14 +87,15 @@ def _seed_torch(seed: int) -> None:
     if _may_use_accelerators():
         torch.manual_seed(seed)  # CUDA's generators too, also those that are created later
     else:
-        # Even without a device, torch would record the caller's whole stack for it: half a millisecond.
+        # Seed only the CPU: even without a device, torch would record the caller's whole stack for one, in half a
+        # millisecond.
         torch.default_generator.manual_seed(seed)
 
 
 @functools.cache
 def _may_use_accelerators() -> bool:
-    # Asked is whether torch was built for the device: a query of the device itself would start it, and forked processes
-    # couldn't use it.
+    # Check only whether torch was built for the device: a query of the device itself would initialise it, and forked
+    # processes couldn't use it.
     return torch.accelerator.current_accelerator() is not None
 
 
@@ -117,9 +117,9 @@ def _reseed_torch(rank: int) -> None:
 
 def _reseed_numpy(rank: int) -> None:
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # imported later, it seeds itself from the system's entropy
+    if numpy is not None:  # if imported later, numpy seeds itself from the system's entropy
         key = mix(int.from_bytes(numpy.random.bytes(8), "little"), rank)
-        numpy.random.seed([key & 0xFFFF_FFFF, key >> 32])  # it takes words of 32 bits
+        numpy.random.seed([key & 0xFFFF_FFFF, key >> 32])  # numpy takes words of 32 bits
 
 
 _RESEED = {"python": _reseed_python, "torch": _reseed_torch, "numpy": _reseed_numpy}
@@ -169,10 +169,10 @@ def seed_streams(key: int) -> None:
 
 
 class OwnStreams:
-    """Random streams of one sampler or data set. Draws outside of them don't change them.
+    """Random streams of one sampler or data set, which other draws don't change.
 
     Args:
-        key: Seeds them.
+        key: The seed of the streams.
     """
 
     def __init__(self, key: int) -> None:
@@ -196,7 +196,7 @@ class OwnStreams:
 
 
 class _Exchanged(NamedTuple):
-    """The streams of the CPU, read and written around each batch of a sampler.
+    """States of the CPU's streams, read and written around each batch of a sampler.
 
     [Note: numpy's stream]
     numpy's own functions take 80 to 100 us to read or write it, word by word. So the memory of its generator (a
@@ -218,7 +218,7 @@ class _Exchanged(NamedTuple):
     numpy: Any
 
     def restore(self, present: _Exchanged) -> None:
-        """Set the streams to these states; `present` has their states now."""
+        """Set the streams to these states; `present` has their current states."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.memory and self.numpy is None and present.numpy is None:
@@ -233,7 +233,7 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanged(before: _Exchanged | None) -> _Exchanged:
-    """The streams of the CPU now; `before` has their states at an earlier time."""
+    """Read the current states of the CPU's streams; `before` has their states at an earlier time."""
     numpy, memory, whole = sys.modules.get("numpy"), b"", None
     if numpy is not None:
         if _can_copy_numpys():

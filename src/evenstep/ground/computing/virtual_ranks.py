@@ -7,9 +7,9 @@
     2 ranks           |----------- rank 0 ------------|----------- rank 1 ------------|
     4 ranks           |--- rank 0 ----|--- rank 1 ----|--- rank 2 ----|--- rank 3 ----|
 
-A rank computes its virtual ranks one after the other. What a virtual rank computes is the same on any number of ranks:
-the same samples in tensors of the same shape, the same random numbers, the same module buffers, the same number of
-threads. The results of virtual ranks are added in one binary tree over virtual ranks; each rank has a subtree of it:
+A rank computes its virtual ranks one after the other. A virtual rank computes the same on any number of ranks: with the
+same samples in tensors of the same shape, the same random numbers, module buffers and number of threads. The results of
+virtual ranks are added in one binary tree over virtual ranks; each rank has a subtree of it:
 
     virtual rank   0   1   2   3   4   5   6   7
             \\ /     \\ /     \\ /     \\ /
@@ -53,7 +53,7 @@ _WORDS = {
 
 
 def begin_of(length: int, index: int, num_parts: int) -> int:
-    """Where part number `index` of `length` things begins; for index `num_parts`, where the last part ends. Pure."""
+    """First index of part `index`, if `length` things are divided into `num_parts`; for `num_parts` the end. Pure."""
     each, rest = divmod(length, num_parts)
     return index * each + min(index, rest)
 
@@ -63,11 +63,11 @@ class VirtualRanks:
     """The virtual ranks of a run, on one rank.
 
     Attributes:
-        num_virtual_ranks: How many there are, a power of two.
+        num_virtual_ranks: The number of virtual ranks, a power of two.
         rank: This rank.
         world_size: Number of ranks; divides `num_virtual_ranks`.
         seed: The seed of all random streams.
-        facts: What the bits depend on beside virtual ranks and seed (`determinism.facts`).
+        facts: Everything that bits depend on, besides virtual ranks and seed (`determinism.facts`).
         num_loops: Loops over micro-batches so far, of all models; a part of the random streams' key.
         current: The virtual rank that is being computed; None between loops.
     """
@@ -174,7 +174,7 @@ def validate_mode(*, reproducible: Any, virtual_ranks: Any, threads: Any, seed: 
         num_cores: The cores of this node.
 
     Raises:
-        ConfigurationError: One of them is wrong.
+        ConfigurationError: An argument is wrong.
     """
     checks.switch("evenstep.init: reproducible", reproducible)
     for name, value in (("virtual_ranks", virtual_ranks), ("threads", threads)):
@@ -206,7 +206,7 @@ def validate_division(num_virtual_ranks: int, world_size: int) -> None:
     """Check that virtual ranks can be divided over ranks. Pure; the same on all ranks.
 
     Raises:
-        ConfigurationError: They can't.
+        ConfigurationError: They can't be divided.
     """
     if num_virtual_ranks % world_size:
         sizes = [str(1 << power) for power in range(num_virtual_ranks.bit_length())]

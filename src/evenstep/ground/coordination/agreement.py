@@ -47,10 +47,11 @@ def validate_on_all_ranks(
         advice: The end of the message if something differs.
 
     Raises:
-        EvenstepError: The kind that a rank's `validate` raised, with its text, and on that rank with its cause.
-        OtherRankFailedError: `validate` raised another exception on another rank, from the user's code. That rank
-            raises the exception itself, with its traceback.
-        MismatchError: The values differ, or other ranks are in another call.
+        EvenstepError: The error that `validate` raised on a rank: the same class and text on all ranks, and the cause
+            on that rank.
+        OtherRankFailedError: On another rank the user's code in `validate` raised an exception of another kind. That
+            rank raises the exception itself, with its traceback.
+        MismatchError: The values differ, or some ranks have made another call.
     """
     own: dict[str, Any] = {"what": what, "kind": "", "problem": "", "facts": {}}
     cause: BaseException | None = None

@@ -14,7 +14,7 @@ from evenstep.ground.health import heartbeat
 
 @contextlib.contextmanager
 def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[bool]:
-    """Let rank 0 run a block first; the others wait as long as it takes.
+    """Context in which rank 0 runs the block first; the others wait as long as that takes.
 
     Collective. Yields whether this is rank 0.
 
@@ -38,14 +38,14 @@ def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[b
             raise
         store.set(key, "")
     else:
-        # Polled, because a barrier's deadline would treat a long download as a hang.
+        # Poll the store: a barrier has a deadline, which would treat a long download as a hang.
         pause_s = 0.01
         while not store.check([key]):
             time.sleep(pause_s)
             pause_s = min(0.25, pause_s * 1.5)
         problem = store.get(key).decode()
         if problem:
-            # The secondary failure waits a moment, so that rank 0's report, the root cause, comes first.
+            # Wait a moment with this secondary failure, so that rank 0 reports the root cause first.
             time.sleep(0.2)
             raise OtherRankFailedError(f"main_first: the block failed on rank 0: {problem}")
         yield False

@@ -1,4 +1,4 @@
-"""The mesh: along which dimensions the ranks of a run divide the work, and which of them share samples.
+"""The mesh: the dimensions along which the ranks of a run divide the work, and the ranks that share samples.
 
     pipeline    layers are divided into stages, one after the other
     replicate   every rank has all parameters, and its own samples
@@ -34,8 +34,8 @@ def validate_mesh(what: str, given: Any) -> dict[str, int] | None:
 
     Args:
         what: The argument, for messages.
-        given: Sizes by name, in any order; one size may be -1: it is computed from the others. Or torch's `DeviceMesh`.
-            Or None.
+        given: Sizes by name, in any order (one size may be -1: it is computed from the others); or torch's
+            `DeviceMesh`; or None.
 
     Raises:
         ConfigurationError: A name is unknown, a size isn't a size, or a `DeviceMesh` has no names.
@@ -71,7 +71,7 @@ def _validate_names(what: str, names: Sequence[Any]) -> None:
 
 
 def complete_mesh(what: str, sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Compute the size that was left open, and compare with the number of ranks. Pure.
+    """Compute the size that is -1, and compare the product of the sizes with the number of ranks. Pure.
 
     Raises:
         ConfigurationError: The product of the sizes isn't the number of ranks.
@@ -92,7 +92,7 @@ def build_mesh(given: Any, sizes: Mapping[str, int], device_type: str) -> Device
 
     Args:
         given: A `DeviceMesh`, or anything else.
-        sizes: As `complete_mesh` returns them.
+        sizes: The result of `complete_mesh`.
         device_type: The type of this rank's device.
 
     Raises:
@@ -113,7 +113,7 @@ def ranks_along(ranks: Tensor, names: Sequence[str], along: Sequence[str]) -> li
     Args:
         ranks: [size, ...], the rank at each place of the mesh.
         names: The names of the dimensions.
-        along: The dimensions of a group; one that the mesh lacks counts as of size 1.
+        along: The dimensions of a group; a dimension that the mesh lacks has size 1.
     """
     inner = [index for index, name in enumerate(names) if name in along]
     outer = [index for index in range(len(names)) if index not in inner]
@@ -128,7 +128,7 @@ def group_along(mesh: DeviceMesh, along: Sequence[str]) -> tuple[list[int], dist
     Collective: every rank of the mesh calls this.
 
     Returns:
-        The ranks, in order; and the group, or None if the group is this rank only, or all ranks.
+        The ranks, in order; and the group, or None if it would have only this rank, or all ranks.
     """
     names = mesh.mesh_dim_names or ()
     present = [name for name in names if name in along]

@@ -31,7 +31,7 @@ from evenstep.ground.environment import Placement, claim_rank, export, is_set, m
 from evenstep.ground.host import network
 from evenstep.ground.host.processes import state_and_start
 
-_ANSWER_S = 1.0  # for a store that was found at the last moment
+_ANSWER_S = 1.0  # time for an answer from a store that was found at the last moment
 
 _Answer = TypeVar("_Answer")
 
@@ -47,7 +47,7 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
 
     Args:
         placement: This rank's placement.
-        timeout_s: How long to wait for rank 0, and for values.
+        timeout_s: Seconds to wait for rank 0, and for values.
 
     Raises:
         ConfigurationError: Rank 0 wasn't found, ranks of another job use the store, or another process claims this
@@ -57,8 +57,8 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     _num_joins += 1
     timeout = timedelta(seconds=timeout_s)
     if placement.rendezvous_file is not None:
-        # The number of ranks isn't passed: with it, torch deletes the file when that many ranks have closed it, while
-        # others may be opening it for the next world. The file ends with the launcher.
+        # Don't pass the number of ranks: torch would delete the file when that many ranks have closed it, while others
+        # may be opening it for the next world. The file ends with the launcher.
         store: Store = FileStore(str(placement.rendezvous_file))
     elif placement.makes_store:
         assert placement.master_address is not None
@@ -78,13 +78,13 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
 
 
 def meet_without_port(placement: Placement) -> None:
-    """Make the file the rendezvous of the script's own torch process groups of all ranks, and of torch's debug server.
+    """Make the launcher's file the rendezvous of the script's own process groups, and of torch's debug server.
 
     The port that a launcher has reserved has no listener until rank 0 of the script opens it. So another user of the
     node could listen there first, and the other ranks would take that process for rank 0.
 
     Args:
-        placement: This rank's placement, from its launcher. Without a file nothing changes.
+        placement: This rank's placement. If it has no rendezvous file, nothing changes.
     """
     file, place, numbers = placement.rendezvous_file, meeting_point(), itertools.count()
     if file is None:
@@ -103,10 +103,10 @@ def meet_without_port(placement: Placement) -> None:
 
 
 def choose_gloo_interface(placement: Placement) -> None:
-    """Let Gloo listen only on the interface that leads to the other ranks.
+    """Make Gloo listen only on the interface that leads to the other ranks.
 
-    An interface that the user has named is kept. Without a choice, Gloo resolves this host's name and uses the
-    resulting address: often 127.0.1.1, or one of the wrong network.
+    An interface that the user has named is kept. By default Gloo resolves this host's name and uses the resulting
+    address: often 127.0.1.1, or one in the wrong network.
     """
     if is_set("GLOO_SOCKET_IFNAME"):
         return
@@ -152,7 +152,7 @@ def _connect(placement: Placement, address: str, port: int, timeout: timedelta) 
     if call.done():
         try:
             return call.result()
-        except RuntimeError as error:  # torch's DistNetworkError among them
+        except RuntimeError as error:  # includes torch's DistNetworkError
             why = (str(error).splitlines() or [type(error).__name__])[0]
     raise ConfigurationError(
         f"rank {placement.rank} of {placement.world_size} (started by {placement.launcher}) did not find rank 0 at "
@@ -218,7 +218,7 @@ def _compare(store: Store, placement: Placement) -> None:
 
 
 def _claim_rank(store: Store, placement: Placement) -> None:
-    """Check that no other process has joined as this rank: each of the two would get half of the answers.
+    """Check that no other process has joined as this rank: each of the two would get a part of the answers.
 
     torchrun may reuse a store for restarted ranks; then the earlier process has ended, or ran on another node.
 

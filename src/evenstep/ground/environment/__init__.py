@@ -5,11 +5,11 @@ never reads `os.environ` itself.
 
 Reading order:
 
-    placement.py     the place of a rank among the others: the result
+    placement.py     `Placement`, the result: the place of a rank among the others
     detect.py        from variables to a placement; refuses variables that contradict each other
     launchers.py     MPI launchers and schedulers: one table, a row for each
     hosts.py         lists of hosts, as launchers and schedulers write them
-    values.py        reads and shows single variables
+    values.py        reads single variables, and formats them for messages
     run_settings.py  settings that evenstep's commands pass to ranks
     inheritance.py   whether the variables are this process's own: [Note: a rank's children]
 
@@ -19,7 +19,7 @@ Evenstep's own variables:
 
     EVENSTEP_SETTINGS      settings that commands pass to ranks: JSON, see `run_settings.py`
     EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init`
-    EVENSTEP_SERVERS       how many of the ranks, the last ones, are parameter servers; users of other launchers set it
+    EVENSTEP_SERVERS       the number of parameter servers, which are the last ranks; users of other launchers set it
     EVENSTEP_SECRET_FILE   a file with the secret that parameter servers on several nodes prove to know; users set it
 """
 
@@ -90,7 +90,7 @@ _secret = b""  # see `run_secret`
 
 
 def settings() -> Settings:
-    """The settings from the command that started this process.
+    """The settings that evenstep's command has passed to this process.
 
     Raises:
         ConfigurationError: The variable wasn't written by this version of evenstep.
@@ -99,7 +99,7 @@ def settings() -> Settings:
 
 
 def changed_settings(**changes: Any) -> dict[str, str]:
-    """The variable for children: this process's settings with some changed."""
+    """The settings variable for child processes: this process's settings with some changed."""
     return replaced(settings(), **changes).variables()
 
 
@@ -119,8 +119,8 @@ def surroundings() -> Surroundings:
 def current_placement() -> Placement:
     """This process's placement: from torch's process group if there is one, else `detect` on its surroundings.
 
-    Scripts may pass ranks to `init_process_group` themselves, as with `mp.spawn`. Variables that say something else, or
-    are incomplete, are ignored then.
+    Scripts may pass ranks to `init_process_group` themselves, as with `mp.spawn`. Variables that contradict the group,
+    or are incomplete, are then ignored.
     """
     group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     owner = _rank_inherited_from()
@@ -142,12 +142,12 @@ def claim_rank() -> None:
 
 
 def is_claimed() -> bool:
-    """Whether this process, or the one that started it, is a rank that has joined: see `claim_rank`."""
+    """Whether this process, or its parent, is a rank that has joined: see `claim_rank`."""
     return is_set(_RANK_PROCESS)
 
 
 def _rank_inherited_from() -> RankProcess | None:
-    """The rank's process from which this process has inherited its variables; None if they are its own."""
+    """The rank from which this process has inherited its variables; None if they are its own."""
     owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
     pid = os.getpid()
     start_ticks = state_and_start(pid)[1]
@@ -178,7 +178,7 @@ def _variables_without_ranks() -> Surroundings:
 
 def _whole_surroundings() -> Surroundings:
     variables = dict(os.environ)
-    # Only Hydra has no variable that identifies the job.
+    # Only Hydra sets no variable that identifies the job.
     ancestors = _ancestors() if "PMI_RANK" in variables else []
     return Surroundings(variables, _lines(variables.get("PBS_NODEFILE")), ancestors)
 
@@ -213,8 +213,8 @@ def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **give
     Args:
         launcher: "run" or "launch".
         num_nodes: Nodes of the run.
-        servers: How many of the ranks are parameter servers.
-        given: Other settings; None: as this process's own.
+        servers: The number of ranks that are parameter servers.
+        given: Other settings; None: this process's own value.
     """
     is_child = _rank_inherited_from() is not None
     own = Settings(device=settings().device) if is_child else settings()
@@ -230,7 +230,7 @@ def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **give
 
 
 def node_identity() -> str:
-    """A text that two processes share exactly when they run on one node."""
+    """A text that identifies this node: the host name and the kernel's boot id."""
     return f"{socket.gethostname()} {boot_id()}"
 
 
@@ -242,7 +242,7 @@ def announcement(
     num_threads: int,
     fewest_nodes: int | None = None,
 ) -> str:
-    """The one line at the start that describes the run. Pure; used by launchers and ranks.
+    """The line that describes the run at its start. Pure; used by launchers and ranks.
 
     Args:
         device: "cpu" or "cuda", without an index.
@@ -257,7 +257,7 @@ def announcement(
 
 
 def attempts() -> dict[str, int]:
-    """How often the job and the run of this process were restarted, by name."""
+    """How often this process's job and run were restarted, by name."""
     found = {}
     for what, number, count in (
         ("Slurm job", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
@@ -270,7 +270,7 @@ def attempts() -> dict[str, int]:
 
 
 def num_servers() -> int:
-    """How many of the ranks, the last ones, are parameter servers; 0 when unset.
+    """The number of parameter servers, which are the last ranks; 0 when unset.
 
     Raises:
         ConfigurationError: The variable isn't a whole number.
@@ -282,7 +282,7 @@ def num_servers() -> int:
 
 
 def lacks_servers() -> bool:
-    """Whether the command wants servers, but the script has never read the roles."""
+    """Whether the command asks for servers, but the script has never read the ranks' roles."""
     return is_set(_SERVERS) and not _has_roles
 
 
@@ -298,7 +298,7 @@ def run_secret() -> bytes:
         ConfigurationError: The file can't be read, is empty, or is readable for other users.
     """
     global _secret
-    path = os.environ.pop(_SECRET_FILE, "")  # children of this process need not know the path
+    path = os.environ.pop(_SECRET_FILE, "")  # children of this process don't need the path
     if not path:
         return _secret
     try:
@@ -321,20 +321,20 @@ def openmp_threads() -> int | None:
 
 
 def meeting_point() -> dict[str, str]:
-    """The variables by which `torch.distributed` finds this rank's place and peers, as they are now."""
+    """The current variables by which `torch.distributed` finds this rank's place and peers."""
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-# Trackers would begin a run on their servers; they read these variables at import.
+# Trackers would begin a run on their servers. They read these variables when they are imported.
 _WITHOUT_TRACKERS = {"WANDB_MODE": "disabled", "COMET_START_OFFLINE": "1", "NEPTUNE_MODE": "debug"}
 
 
 def under_watch(directory: Path, *, on_cpu: bool) -> dict[str, str]:
     """This process's environment, for a run that `evenstep doctor` watches.
 
-    It isn't compiled, and trackers write to `directory` or nowhere. On a CPU accelerate joins its processes only if
-    its own launcher's variable says so.
+    Nothing is compiled, and trackers write to `directory` or nowhere. On a CPU, accelerate joins its processes only if
+    a variable of its own launcher is set.
     """
     cpu = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
     apart = {"MLFLOW_TRACKING_URI": f"file://{directory}/mlruns", "TORCHDYNAMO_DISABLE": "1"}
@@ -363,12 +363,12 @@ _TELLING = (
 
 
 def telling_variables() -> dict[str, str]:
-    """The variables that torch's and evenstep's behaviour depends on, sorted."""
+    """The set variables that affect torch or evenstep, sorted."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)}
 
 
 def value(name: str) -> str | None:
-    """A variable's value; None if it has none, or an empty one."""
+    """A variable's value; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
@@ -379,7 +379,7 @@ def is_set(name: str) -> bool:
 
 @contextlib.contextmanager
 def exported(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables (None: unset them) for the processes started inside, and restore what was there before."""
+    """Context in which variables are set (None: unset) for new processes; restores the former values."""
     before = {name: os.environ.get(name) for name in variables}
     export(variables)
     try:
@@ -398,7 +398,7 @@ def export(variables: Mapping[str, str | None]) -> None:
 
 
 def replace(variables: Mapping[str, str]) -> None:
-    """Have these variables and no others: for a process forked from one with its own."""
+    """Replace all variables of this process by these. For a forked process, which has its parent's variables."""
     os.environ.clear()
     os.environ.update(variables)
 

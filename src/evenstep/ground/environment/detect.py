@@ -1,7 +1,8 @@
 """Detects which rank this process is: variables in, a frozen `Placement` out. Pure.
 
-Detected in this order: torchrun's variables (also ours), Open MPI, PALS, PMI (MPICH, Intel MPI), a Slurm step, else one
-process. If two launchers are nested, both must describe the same world.
+It looks for, in this order: torchrun's variables (which evenstep's launchers set, too), Open MPI, PALS, PMI (MPICH,
+Intel MPI), a Slurm step. Otherwise there is one process. If two launchers are nested, both must describe the same
+world.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from evenstep.ground.environment.values import REMEDY, first_set, integer, maste
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
-# Below Linux's range of ephemeral ports, which the system gives to any process.
+# Ports below Linux's ephemeral range, which the system gives to any process.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 
@@ -59,7 +60,7 @@ def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int]
         num_nodes: Nodes of the run.
 
     Returns:
-        None if no other launcher started it, or not once per node; then the command line must have these values.
+        The three values; None if no other launcher started it once per node: then the command line must give them.
     """
     claim = recognise(given)
     if claim is None or claim.world_size != num_nodes or num_nodes == 1 or claim.address is None:
@@ -68,7 +69,7 @@ def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int]
 
 
 def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -> None:
-    """Refuse a run in which another launcher started evenstep's once per task, and each would make its own world.
+    """Refuse a run if another launcher started evenstep's launcher once per task: each would make its own world.
 
     Args:
         given: The surroundings of evenstep's launcher.
@@ -76,7 +77,7 @@ def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -
         what: The command, for the message.
 
     Raises:
-        ConfigurationError: The other launcher started several of them, which wouldn't be connected.
+        ConfigurationError: The other launcher started several of evenstep's, which wouldn't be connected.
     """
     claim = recognise(given)
     if claim is None or claim.world_size == 1 or num_nodes > 1:
@@ -194,7 +195,7 @@ def _refuse_kubeflow_without_torchrun(variables: Mapping[str, str]) -> None:
 
 
 def _remark(given: Surroundings) -> str:
-    """The remark for one process that looks like several ranks: a job script's body."""
+    """The remark to print for a single process whose variables look like several ranks: a job script's body."""
     variables = given.variables
     job = variables.get(first_set(variables, "SLURM_JOB_ID", "SLURM_JOBID") or "", "")
     num_tasks = variables.get("SLURM_NTASKS", "1")

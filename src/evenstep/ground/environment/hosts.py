@@ -13,7 +13,7 @@ def expand_slurm_hosts(text: str) -> list[str]:
     """Slurm's compressed list: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login.
 
     Raises:
-        ValueError: It can't be understood.
+        ValueError: The text is malformed.
     """
     if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", text):
         raise ValueError(f"{text!r}: brackets don't match")
@@ -25,7 +25,7 @@ def expand_slurm_counts(text: str) -> list[int]:
     """Slurm's tasks per node: "2(x3),1" is 2, 2, 2, 1.
 
     Raises:
-        ValueError: It can't be understood.
+        ValueError: The text is malformed.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -48,10 +48,10 @@ def host_of_open_mpi_uri(uri: str) -> str | None:
 
 
 def control_of_hydra(command_lines: Sequence[str]) -> str | None:
-    """ "host:port" of this job's mpiexec, from the command lines of this process's ancestors.
+    """The address "host:port" of this job's mpiexec, from the command lines of this process's ancestors.
 
-    Hydra (MPICH, Intel MPI) gives its ranks no variable that identifies the job; but its proxies, which are their
-    parents, have mpiexec's address on their command line.
+    Hydra (MPICH, Intel MPI) gives its ranks no variable that identifies the job. But its proxies, the parents of the
+    ranks, have mpiexec's address on their command line.
     """
     for line in command_lines:
         if "hydra" not in line:

@@ -5,7 +5,7 @@
 Children inherit the variables of a rank: a subprocess that calls `evenstep.init` would join the world a second time
 under the same rank, or wait for the others in vain, and its failure would count as the rank's. So a rank that joins a
 world exports its process id and a summary of its variables. A different process with the same variables is a child of
-that rank; a process whose launcher has set other variables isn't. Until a rank has joined, a child may be the rank,
+that rank; a process with other variables from its launcher isn't. Until a rank has joined, a child may become the rank,
 since a script may do its work in a child process.
 """
 
@@ -22,11 +22,11 @@ class RankProcess:
     """The process that is a rank.
 
     Attributes:
-        pid: Its process.
+        pid: The process's id.
         start_ticks: When the process started, which distinguishes it from a later process with the same number.
-        rank: Its rank.
+        rank: The rank's number.
         world_size: Number of ranks.
-        identity: A summary of its variables: the result of `identity`.
+        identity: A summary of the rank's variables: the result of the function `identity`.
     """
 
     pid: int
@@ -49,12 +49,12 @@ class RankProcess:
 
 
 def identity(placement: Placement | str) -> str:
-    """A short text that two placements share only if they are the same rank of the same world.
+    """A short text that is the same for two placements only if they are the same rank of the same world.
 
     Args:
         placement: The placement from the variables; or the error about them, whose text shows them.
     """
-    if isinstance(placement, Placement):  # without fields that a script may change, and without texts for people
+    if isinstance(placement, Placement):  # omits fields that a script may change, and texts for people
         placement = replace(placement, device=None, has_one_gpu_of_its_own=False, announced=None, why="", remark="")
     return hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
 
@@ -63,10 +63,10 @@ def is_inherited(exported: RankProcess | None, placement: Placement | str, *, pi
     """Whether this process has only inherited the variables of a rank.
 
     Args:
-        exported: The record that the rank has exported; None: no rank has.
+        exported: The record that the rank has exported; None: there is no record.
         placement: The placement from this process's variables, or the error about them.
         pid: This process.
-        start_ticks: When it started.
+        start_ticks: When this process started.
     """
     if exported is None or exported.identity != identity(placement):
         return False

@@ -1,4 +1,4 @@
-"""MPI launchers and schedulers: a table of their variables, and its result for this process. Pure.
+"""MPI launchers and schedulers: a table of their variables, by which the launcher of this process is recognised. Pure.
 
 The order matters: mpirun and Hydra inside a Slurm job leave Slurm's variables as they were for the whole job
 (`SLURM_PROCID=0` on every rank), so Slurm comes last.
@@ -27,7 +27,7 @@ _Each = TypeVar("_Each", str, int)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """All that a process can read about its launcher.
+    """Everything that a process can read about its launcher.
 
     Attributes:
         variables: The environment.
@@ -47,10 +47,10 @@ class Claim:
     `node_rank` and `num_nodes` are the best guess before the rendezvous.
 
     Attributes:
-        launcher: Its name, for people.
-        names: The variables that this was read from.
+        launcher: The launcher's name, for people.
+        names: The variables from which the claim was read.
         address: The address of rank 0; None if it is unknown.
-        job: Identifies this job among others; "" if nothing does.
+        job: Identifies this job among others; "" if no variable does.
     """
 
     launcher: str
@@ -87,12 +87,12 @@ class _Row:
     """A launcher.
 
     Attributes:
-        launcher: Its name, for people.
-        is_here: Whether it started this process as a rank.
-        names: Variables with the rank, the number of ranks, and both on this node (Slurm: the node's number), of which
-            all must be set. "A|B": the first that is set.
-        job: What identifies this job among others.
-        complete: Adds nodes and the address of rank 0.
+        launcher: The launcher's name, for people.
+        is_here: Returns whether the launcher started this process as a rank.
+        names: Variables with the rank, the number of ranks, and both on this node (Slurm: the node's number). All must
+            be set. "A|B": the first that is set.
+        job: Returns a text that identifies this job among others.
+        complete: Adds nodes and the address of rank 0 to a claim.
     """
 
     launcher: str
@@ -154,7 +154,7 @@ def _complete_slurm(given: Surroundings, claim: Claim) -> Claim:
     counts = _understood(
         "srun", expand_slurm_counts, _first(given, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     )
-    node_rank = claim.local_world_size  # it has only one of the two variables
+    node_rank = claim.local_world_size  # this launcher has only one of the two variables
     num_nodes = max(len(hosts), node_rank + 1)
     # Ranks of this node: the list's number if it is consistent, else an even share.
     local_size = counts[node_rank] if node_rank < len(counts) and sum(counts) == claim.world_size else 0
@@ -206,7 +206,7 @@ _TABLE = (
 
 
 def _first(given: Surroundings, *names: str) -> str:
-    """The value of the first of some variables that is set; "" without one."""
+    """The value of the first variable that is set; "" if none is."""
     return given.variables.get(first_set(given.variables, *names) or "", "")
 
 

@@ -19,15 +19,15 @@ class Placement:
             "none" for a process without a launcher.
         rendezvous_file: File of the rendezvous of one node's ranks; None: over the network.
         master_address: The address of rank 0; None if unknown.
-        master_port: The port there.
-        makes_store: Rank 0 itself opens a store at that port; otherwise torch or its launcher does.
+        master_port: The port at that address.
+        makes_store: Whether rank 0 opens a store at that port; otherwise torch or its launcher does.
         job: Identifies this job among all others; "" if the launcher has no such variable.
         restart_count: How many times the launcher has restarted the ranks.
-        rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" if the launcher gives none.
-        pages: Where the heartbeat pages of this node's ranks can be opened, if evenstep's launcher made them.
+        rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" if the launcher sets none.
+        pages: Paths of the heartbeat pages of this node's ranks, if evenstep's launcher made them.
         device: The device from the launcher's command line.
         announced: The line that the launcher printed at start.
-        has_one_gpu_of_its_own: The launcher shows every rank its own GPU only.
+        has_one_gpu_of_its_own: Whether the launcher makes only one GPU visible to each rank, its own.
         why: The variables by which the launcher was recognised, for people.
         remark: A line to print at start, if variables look like several ranks but there is one process.
     """
@@ -67,7 +67,7 @@ class Placement:
 
 
 def placement_from_nodes(nodes: Sequence[str], rank: int) -> Placement:
-    """Local ranks and node ranks from the nodes of all ranks, in order of rank. Pure."""
+    """Compute local ranks and node ranks from the node of each rank, in order of rank. Pure."""
     distinct = list(dict.fromkeys(nodes))
     return Placement(
         rank=rank,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from evenstep.errors import ConfigurationError
 
 VARIABLE = "EVENSTEP_SETTINGS"
-NODE_TIMEOUT_S = 30.0  # the time for which another node, or a parameter server's peer, may be silent
+NODE_TIMEOUT_S = 30.0  # seconds for which another node, or a parameter server's peer, may be silent
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Measurement:
     """The settings of a run that `evenstep bench` measures.
 
     Attributes:
-        directory: Where every rank writes its record.
-        num_steps: Optimizer steps that are counted, after warm-up steps that aren't; then the run ends, with status 0.
-        global_batch_size: Samples of a step on all ranks together, instead of the script's value; None: the script's.
+        directory: The directory to which every rank writes its record.
+        num_steps: Number of measured optimizer steps, after warm-up steps; then the run ends with status 0.
+        global_batch_size: Samples of a step on all ranks together; None: the script's value.
         growth: A factor for sizes in other units than samples (`max_tokens`).
         watches_losses: Whether ranks record losses, and begin with a seed.
     """
@@ -37,8 +37,8 @@ class Settings:
 
     Attributes:
         launcher: Evenstep's launcher that started the ranks: "run", "launch"; "": none.
-        store: Where the rendezvous file of one node's ranks can be opened.
-        pages: Where the heartbeat pages of the node's ranks can be opened, by local rank.
+        store: Path at which the rendezvous file of one node's ranks can be opened.
+        pages: Paths at which the heartbeat pages of the node's ranks can be opened, by local rank.
         device: From `evenstep run --device`; an argument of `evenstep.init` has priority.
         announced: The line that the launcher printed at start, so that rank 0 doesn't repeat it.
         rendezvous: Name of this rendezvous of several nodes; new after each restart.
@@ -81,7 +81,7 @@ class Settings:
             ) from None
 
     def variables(self) -> dict[str, str]:
-        """The variable of the run's ranks."""
+        """The settings as a variable for the run's ranks."""
         default = asdict(Settings())
         given = {name: value for name, value in asdict(self).items() if value != default[name]}
         return {VARIABLE: json.dumps(given)}

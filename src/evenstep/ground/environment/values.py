@@ -10,7 +10,7 @@ REMEDY = "Start with `evenstep run` or `torchrun`, or unset them to run as one p
 
 
 def shown(variables: Mapping[str, str], names: Iterable[str]) -> str:
-    """ "A=1, B=2": those of the names that are set, for people."""
+    """The variables of these names that are set, for people: "A=1, B=2"."""
     return ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
 
 
@@ -18,7 +18,7 @@ def integer(variables: Mapping[str, str], name: str, default: int | None = None)
     """A variable's whole number; `default` if it isn't set.
 
     Raises:
-        ConfigurationError: It isn't a number, or is unset without a default.
+        ConfigurationError: The value isn't a whole number, or the variable is unset and has no default.
     """
     text = variables.get(name)
     if text is None and default is not None:
@@ -42,5 +42,5 @@ def master_port(variables: Mapping[str, str], default: int) -> int:
 
 
 def first_set(variables: Mapping[str, str], *names: str) -> str | None:
-    """The first of the names that has a value."""
+    """The first name whose variable has a value; None: there is none."""
     return next((name for name in names if variables.get(name)), None)

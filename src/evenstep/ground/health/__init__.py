@@ -1,4 +1,4 @@
-"""A rank's state as seen from outside the process, by its launcher and its peers.
+"""A rank's state, as its launcher and its peers see it from outside the process.
 
 Reading order:
 
@@ -7,7 +7,7 @@ Reading order:
 3. `first_failure`: crash reports, and which of several failures was the first.
 4. `peer_heartbeats`: which process makes the pages of a node's ranks, and how the others find them.
 5. `users_code`: which lines of a stack are the user's.
-6. `excepthook`: how an exception ends a rank: output, report and exit status.
+6. `excepthook`: output, report and exit status when an exception ends a rank.
 7. `steps`: optimizer steps and compilations, seen by torch's global hooks; finds stragglers.
-8. `telemetry`: a step's events: phases of the page, and how long the parts of the last steps took.
+8. `telemetry`: a step's events: they set the page's phase, and show how long the parts of the last steps took.
 """

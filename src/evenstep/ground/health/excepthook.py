@@ -1,8 +1,8 @@
 """The excepthook of a rank: output, report and exit status when an exception ends the process.
 
-A user's mistake is one message and the line of the user's file that made it. Anything else keeps its traceback,
-without the frames of the code that started the script. Under evenstep's launchers a rank prints nothing: it writes a
-report, and the launcher prints the report of the first failure, once, at the end.
+A user's mistake is shown as one message and the line of the user's file that made it. Any other exception keeps its
+traceback, without the frames of the code that started the script. Under evenstep's launchers a rank prints nothing: it
+writes a report, and the launcher prints the report of the first failure, once, at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def describe(error: BaseException) -> str:
-    """An exception as it is printed: one message for a user's mistake, else the traceback."""
+    """The text to print for an exception: one message for a user's mistake, else the traceback."""
     if isinstance(error, EvenstepError) and error.is_users_mistake:
         where = _where_the_user_called(error.__traceback__)
         added = getattr(error, "__notes__", None) or ([f"at {where}"] if where else [])
@@ -47,7 +47,7 @@ def describe(error: BaseException) -> str:
         return "\n".join([f"{type(error).__name__}: {error}", *lines])
     tb = _without_machinery(error.__traceback__)
     if isinstance(error, SyntaxError) and all(_is_machinery(f.f_code.co_filename) for f, _ in traceback.walk_tb(tb)):
-        tb = None  # a syntax error of the script, which shows the line itself; python prints no frames either
+        tb = None  # a syntax error of the script: it shows the line itself, and python prints no frames either
     shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
         # Another rank failed: only the place where this rank waited is of interest.
@@ -56,7 +56,7 @@ def describe(error: BaseException) -> str:
             num_outer = len(inner) - inner[::-1].index(False)
             shown.stack = traceback.StackSummary.from_list(shown.stack[:num_outer])
     text, suggestion = "".join(shown.format()).rstrip(), _suggestion(error)
-    return text if text.endswith(suggestion) else text + suggestion  # the package exceptiongroup adds it in python 3.10
+    return text if text.endswith(suggestion) else text + suggestion  # in python 3.10 exceptiongroup has added it
 
 
 def traceback_in_users_code(error: BaseException | None) -> str:
@@ -105,7 +105,7 @@ def install(placement: Placement) -> _Hook:
 
 @contextlib.contextmanager
 def reporting_mistakes() -> Iterator[None]:
-    """Inside, a user's uncaught mistake ends this process as after `install`, even before that is called."""
+    """Context in which a user's uncaught mistake ends this process as after `install`, even before that is called."""
     try:
         yield
     except EvenstepError as error:
@@ -140,7 +140,7 @@ def for_users(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments,
 
 
 def _misfit(function: Callable[..., object], said: str) -> str:
-    """The message for a call whose arguments python has refused."""
+    """The message for a call with missing or unknown arguments, which python has refused."""
     who = f"evenstep.{function.__qualname__.removesuffix('.__init__')}"
     parameters = [each for name, each in inspect.signature(function).parameters.items() if name not in ("self", "cls")]
     named = [str(each).partition(":")[0].partition("=")[0] for each in parameters if each.kind in _NAMED]
@@ -156,11 +156,11 @@ def _misfit(function: Callable[..., object], said: str) -> str:
 
 
 def _tell_torchelastic(error: BaseException) -> None:
-    """Write the file from which torchrun prints the failure. Its folder may be gone; that is ignored.
+    """Write the file from which torchrun prints the failure. Ignores a missing folder.
 
-    Its times are whole seconds, so if several ranks fail together, torchrun blames the lowest. Therefore ranks that
-    only lost another rank write nothing. A user's mistake isn't written either, because it was printed without a
-    traceback.
+    The file's times are whole seconds, so if several ranks fail together, torchrun blames the lowest rank. Therefore
+    ranks that only lost another rank write nothing. A user's mistake isn't written either, because it was printed
+    without a traceback.
     """
     if is_consequence(error) or isinstance(error, EvenstepError):
         return
@@ -178,7 +178,7 @@ def _real_stderr() -> TextIO:
 
 
 def _suggestion(error: BaseException) -> str:
-    """python's "Did you mean", which before 3.12 only python's own hook added."""
+    """Python's "Did you mean", which before 3.12 only python's own excepthook adds."""
     if sys.version_info >= (3, 12) or not isinstance(error, NameError | AttributeError):
         return ""
     with contextlib.redirect_stderr(io.StringIO()) as shown:

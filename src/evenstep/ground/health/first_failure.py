@@ -18,7 +18,7 @@ from evenstep.console import printable
 from evenstep.errors import EvenstepError
 from evenstep.ground.health.heartbeat import REPORT_BYTES
 
-# torch's messages that a peer has gone. A rank that raises one of them is a secondary failure.
+# torch's messages about a lost peer. A rank that raises one of them is a secondary failure.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
     r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
@@ -35,10 +35,10 @@ class CrashReport:
 
     Attributes:
         time_ns: Monotonic time of the host at the moment of the report.
-        is_consequence: The error means that another rank is gone: a secondary failure.
+        is_consequence: Whether the error means that another rank is gone: a secondary failure.
         exit_code: The status with which the process is about to end.
         summary: One line: type and message.
-        traceback: Text as python prints it; empty if the message says everything.
+        traceback: The traceback as python prints it; empty if the message explains the error.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class CrashReport:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended, as its launcher saw it; negative exit codes are signals."""
+    """The end of a rank's process, as its launcher saw it; negative exit codes are signals."""
 
     rank: int
     pid: int
@@ -98,7 +98,7 @@ class Exit:
 def is_consequence(error: BaseException) -> bool:
     """Whether an exception means that another rank is gone, not that this rank has failed.
 
-    Also true if it was raised because of, or while handling, such an exception.
+    Also true if the exception was raised because of, or while handling, such an exception.
     """
     seen: set[int] = set()
     step: BaseException | None = error
@@ -117,10 +117,10 @@ def _says_that_a_peer_is_gone(error: BaseException) -> bool:
 
 
 def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:
-    """The rank that failed first, among all that failed; None if none did. Pure.
+    """The end of the rank that failed first; None if no rank failed. Pure.
 
-    In this order: the earliest report of a genuine error; a process that was ended by a signal that the launcher didn't
-    send; a bad exit status without a report; and, among secondary failures only, the earliest report.
+    The choice, in this order: the earliest report of a genuine error; a process ended by a signal that the launcher
+    didn't send; a bad exit status without a report; and, if there are only secondary failures, the earliest report.
     """
     failed = {end.rank: end for end in exits if end.exit_code != 0 and not end.stopped_by_launcher}
     reported = sorted((r for r in reports if r.rank in failed), key=lambda report: report.time_ns)

@@ -1,11 +1,11 @@
-"""The heartbeat page: what a rank is doing, written with a few stores to memory and read from outside the process.
+"""The heartbeat page: a rank's phase, step and waits, written with a few stores to memory and read by other processes.
 
 A page is a file without a name (memfd), filled with zeros by its maker: the launcher before the rank starts, or else
 `init`. Ranks map it, and need neither a name nor a descriptor afterwards. It can be read while the rank is stopped,
 holds the interpreter lock, or is dead. Every field is a separate machine word, so a reader sees each field whole. Two
-fields may be of different moments, so a reader never judges by a single read.
+fields may be from different moments, so a reader never judges by a single read.
 
-    word  0     mark: a page, of this layout
+    word  0     mark: shows that this is a page, with this layout
           1     pid; 0: no rank writes to it yet
           2     phase
           3     optimizer steps finished
@@ -16,7 +16,7 @@ fields may be of different moments, so a reader never judges by a single read.
           8     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
           9     when the last step was finished, nanoseconds (monotonic)
          10     its rank
-         11 ... notes, 1 where they hold: see `Note`
+         11 ... notes, 1 if they hold: see `Note`
          16 ... four texts in turn: this rank's position in its script, written when ranks disagree. Length last
     byte  4096  the report of the error that ends the rank: its length, written last, and JSON
     byte 65536  the stacks that the rank writes on request, one after the other, to the end of the file
@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from evenstep.ground.compat.c_library.mapping import map_file
 
 PAGE_BYTES = 1 << 16  # a multiple of the page size of every machine
-_SITES, _REPORT = 128, 4096  # where the texts and the report begin, in bytes
-_SITE_BYTES = (_REPORT - _SITES) // 4  # four, since a rank may disagree again before others have read its first text
+_SITES, _REPORT = 128, 4096  # offsets of the texts and of the report, in bytes
+_SITE_BYTES = (_REPORT - _SITES) // 4  # four: ranks may disagree again before others have read the first text
 REPORT_BYTES = PAGE_BYTES - _REPORT - 8
 _MARK = b"EVNSPAG6"  # changes with the layout
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing."""
+    """A rank's activity."""
 
     STARTING = 0
     BETWEEN_STEPS = 1  # loads data, evaluates, or runs other code of the script
@@ -51,7 +51,7 @@ class Phase(enum.IntEnum):
     MAIN_FIRST = 5  # rank 0 runs the block of `world.main_first()`, however long that takes; the others wait for it
     SAVING = 6
     ENDED = 7  # left its world in good order
-    EVALUATING = 8  # a forward pass without gradients, and what follows it
+    EVALUATING = 8  # a forward pass without gradients, and the code after it
     COMPILING = 9  # torch.compile runs
 
 
@@ -76,14 +76,14 @@ class Heartbeat:
     Attributes:
         step: Optimizer steps finished or, if nothing counts them, 0.
         collective: Collectives begun on the transport that was used last.
-        is_waiting: It waits for other ranks right now.
+        is_waiting: Whether the rank waits for other ranks now.
         time_ns: Monotonic time of this host at the last change.
-        waiting_since_ns: When the present wait began; None: it doesn't wait.
-        waited_ns: How long it has waited for others in all, apart from the present wait.
-        saved_step: The step of the newest checkpoint that it has committed; None: none yet.
+        waiting_since_ns: When the present wait began; None: the rank doesn't wait.
+        waited_ns: Total time for which the rank has waited for others, without the present wait.
+        saved_step: The step of the newest checkpoint that the rank has committed; None: none yet.
         stepped_ns: When the last step was finished; 0: none yet.
-        is_done: Its exit handlers have run.
-        rank: Its number.
+        is_done: Whether the rank's exit handlers have run.
+        rank: The rank's number.
     """
 
     pid: int
@@ -107,20 +107,20 @@ class Heartbeat:
 
 
 class Note(enum.IntEnum):
-    """Notes of a rank on its page, beside the phase. The number is that of the word."""
+    """A rank's notes on its page, besides the phase. The value is the number of the word."""
 
-    IS_DONE = 11  # its exit handlers have run: only the interpreter's own end is left
-    IS_READY = 12  # it ends quietly when interrupted; earlier it would print a traceback of its imports
-    SAVES = 13  # it saves on a stop signal: it then gets more time to end
+    IS_DONE = 11  # the rank's exit handlers have run: only the interpreter's shutdown is left
+    IS_READY = 12  # the rank ends quietly when interrupted; earlier it would print a traceback of its imports
+    SAVES = 13  # the rank saves on a stop signal, so it gets more time to end
     STOPS = 15  # ranks have agreed to save and stop
-    WRITES_STACKS = 14  # it handles the signal by which the launcher asks for its stacks
+    WRITES_STACKS = 14  # the rank handles the signal by which the launcher requests its stacks
 
 
 class Page:
     """A rank's page, mapped into this process until nothing refers to it any more.
 
     Args:
-        fd: The descriptor of its file; not needed afterwards.
+        fd: The descriptor of the page's file; it may be closed afterwards.
 
     Attributes:
         words: The whole page, as unsigned numbers of 8 bytes.
@@ -141,7 +141,7 @@ class Page:
     @classmethod
     def at(cls, path: str) -> Page | None:
         """The page of another process of this host, at `/proc/PID/fd/N`; None if it can't be reached."""
-        with contextlib.suppress(OSError):  # a container of its own, a process that hides its files
+        with contextlib.suppress(OSError):  # the process is in another container, or hides its files
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 return cls(fd)
@@ -150,13 +150,13 @@ class Page:
         return None
 
     def begin(self, rank: int) -> None:
-        """From now on this process writes to this page; notes stay."""
+        """Begin to write this process's state to the page; notes stay."""
         for word in range(1, Note.IS_READY):
             self.words[word] = 0
         self.words[10], self.words[6], self.words[1] = rank, time.monotonic_ns(), os.getpid()
 
     def read(self) -> Heartbeat | None:
-        """Its present content; None if no rank writes to it."""
+        """The page's present content; None if no rank writes to it."""
         words = self.words[1 : Note.IS_READY].tolist()
         pid, phase, step, collective, waiting_since_ns, time_ns, waited_ns, saved, stepped_ns, rank, done = words
         if pid == 0 or phase not in Phase._value2member_map_:
@@ -177,14 +177,14 @@ class Page:
         )
 
     def write_site(self, text: str) -> None:
-        """Write a text for other ranks beside the last three; a long one is cut off."""
+        """Write a text for other ranks, in place of the oldest of four; a long text is cut off."""
         self._write(self._next_site, text.encode(errors="replace")[: _SITE_BYTES - 8])
         self._next_site += _SITE_BYTES
         if self._next_site == _REPORT:
             self._next_site = _SITES
 
     def sites(self) -> list[str]:
-        """The texts, "" for each that has not been written."""
+        """The four texts; "" for a text that was never written."""
         return [self._read(place).decode(errors="replace") for place in range(_SITES, _REPORT, _SITE_BYTES)]
 
     def write_report(self, data: bytes) -> None:
@@ -205,7 +205,7 @@ class Page:
 
 
 def make_page() -> int:
-    """The descriptor of a new page's file.
+    """Make a page; returns the descriptor of its file.
 
     Raises:
         OSError: There is no memory for it. (Without this check, the first access would be a SIGBUS.)
@@ -221,11 +221,11 @@ def make_page() -> int:
 
 
 _words: memoryview | None = None
-current: Page | None = None  # this process's
+current: Page | None = None  # this process's page
 
 
 def write_to(page: Page | None, *, rank: int = 0) -> None:
-    """From now on this process writes its state to that page; None: to no page."""
+    """Make this process write its state to `page` from now on; None: to no page."""
     global current, _words
     if page is not None:
         page.begin(rank)
@@ -233,11 +233,11 @@ def write_to(page: Page | None, *, rank: int = 0) -> None:
 
 
 def mark(phase: Phase, step: int | None = None) -> None:
-    """This rank enters a phase. Costs a tenth of a microsecond, and nothing without a page.
+    """Record that this rank enters a phase. Costs a tenth of a microsecond, and nothing without a page.
 
     Args:
         phase: The new phase.
-        step: Optimizer steps finished by now; None: as before.
+        step: Number of finished optimizer steps; None: unchanged.
     """
     words = _words
     if words is not None:
@@ -250,7 +250,7 @@ def mark(phase: Phase, step: int | None = None) -> None:
 
 
 def mark_collective(number: int) -> None:
-    """This rank begins a collective."""
+    """Record that this rank begins a collective."""
     words = _words
     if words is not None:
         words[4] = number
@@ -258,7 +258,7 @@ def mark_collective(number: int) -> None:
 
 
 def mark_waiting(is_waiting: bool) -> None:
-    """This rank begins to wait for other ranks, or has stopped waiting."""
+    """Record that this rank begins to wait for other ranks, or has stopped waiting."""
     words = _words
     if words is not None:
         now = time.monotonic_ns()
@@ -272,7 +272,7 @@ def mark_waiting(is_waiting: bool) -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """This rank waits for other ranks in here."""
+    """Context in which this rank waits for other ranks."""
     mark_waiting(True)
     try:
         yield
@@ -281,13 +281,13 @@ def waiting() -> Iterator[None]:
 
 
 def mark_commit(step: int) -> None:
-    """This rank has committed a checkpoint or local copies that all ranks have written; steps may come in any order."""
+    """Record that this rank has committed a checkpoint, or local copies of all ranks; steps may come in any order."""
     if _words is not None:
         _words[8] = max(_words[8], step + 1)
 
 
 def note(what: Note) -> None:
-    """See `Note`."""
+    """Set a note on this rank's page: see `Note`."""
     if _words is not None:
         _words[what] = 1
 
@@ -303,7 +303,7 @@ def finished_steps() -> int:
 
 
 def _forget() -> None:
-    """A forked child doesn't write to its parent's page."""
+    """Stop writing to the parent's page, in a forked child."""
     global current, _words
     current = _words = None
 

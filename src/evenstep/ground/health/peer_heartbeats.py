@@ -1,11 +1,11 @@
-"""The heartbeat pages of this node's ranks: made by their launcher or by `init`, and read by the others.
+"""The heartbeat pages of this node's ranks: made by their launcher or by `init`, and read by the other ranks.
 
 | started by | who makes a rank's page | how ranks find it |
 | --- | --- | --- |
 | `evenstep run`, `evenstep.launch` | the launcher, before the rank starts | `EVENSTEP_SETTINGS` names its descriptors |
 | torchrun, mpiexec, srun | `init` in the rank | ranks exchange their processes and descriptors |
 
-Pages are opened once, through /proc/PID/fd of their maker. Nothing is left behind, however a rank ends, and no page is
+Pages are opened once, through the maker's /proc/PID/fd. No file is left behind, however a rank ends, and no page is
 lost if the temporary directory is emptied. The rendezvous store of one node's ranks is such a file, too.
 """
 
@@ -23,18 +23,18 @@ from evenstep.ground.health.users_code import user_site
 
 _SITES_S = 1.0
 
-_pages: list[Page] = []  # of this node's ranks
+_pages: list[Page] = []  # the pages of this node's ranks
 
 
 class NodePages:
     """The pages of a node's ranks in one attempt, and their rendezvous file, as made by their launcher.
 
     Args:
-        num_ranks: How many run on this node.
+        num_ranks: Number of ranks on this node.
 
     Attributes:
-        pages: By local rank.
-        files: By local rank, the path at which its page can be opened and its stacks can be read.
+        pages: The pages, by local rank.
+        files: Paths of the pages, by local rank; ranks write their stacks to the same files.
         settings: The `Settings` from which the ranks find their pages.
 
     Raises:
@@ -54,7 +54,7 @@ class NodePages:
         self.settings: dict[str, Any] = {"store": store, "pages": self.files}
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-        """The present content of the pages, by rank. `ranks`: by local rank."""
+        """The present content of the pages, by rank. `ranks` has the global rank of each local rank."""
         return {rank: page.read() for rank, page in zip(ranks, self.pages, strict=True)}
 
     def close(self) -> None:
@@ -64,14 +64,14 @@ class NodePages:
 
 
 def own_page(placement: Placement) -> Page | None:
-    """This rank's page, which its launcher reads; None if the launcher made none, or it can't be reached."""
+    """This rank's page, which its launcher reads; None if the launcher made none, or the page can't be opened."""
     if not placement.pages:
         return None
     return heartbeat.current or Page.at(placement.pages[placement.local_rank])
 
 
 def write_page(placement: Placement) -> Page | None:
-    """Write to this rank's page from now on, and read those of the node's others. None: as `own_page`."""
+    """Write to this rank's page from now on, and read those of the node's other ranks. Returns `own_page`'s result."""
     page = own_page(placement)
     if page is not None and page is not heartbeat.current:
         heartbeat.write_to(page, rank=placement.rank)
@@ -81,14 +81,14 @@ def write_page(placement: Placement) -> Page | None:
 
 
 def share_pages(exchange: Callable[[Any], Sequence[Any]], placement: Placement) -> Callable[[], None]:
-    """Let the ranks of a host read each other's pages. Collective.
+    """Collective: make the ranks of a host read each other's pages.
 
     Args:
         exchange: Gives every rank's value to all.
         placement: This rank's placement.
 
     Returns:
-        A function that ends this.
+        A function that stops the sharing.
     """
     if placement.pages:
         write_page(placement)
@@ -99,7 +99,7 @@ def share_pages(exchange: Callable[[Any], Sequence[Any]], placement: Placement) 
         mine = {"host": node_identity(), "page": f"/proc/{os.getpid()}/fd/{fd}"}
         found = [Page.at(each["page"]) for each in exchange(mine) if each["host"] == mine["host"]]
         _pages[:] = [page for page in found if page is not None]
-        exchange(None)  # all have opened theirs
+        exchange(None)  # all ranks have opened the pages
     finally:
         os.close(fd)
 
@@ -122,7 +122,7 @@ def read_all() -> dict[int, Heartbeat]:
 
 
 def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
-    """After a disagreement, exchange the ranks' positions in their scripts; waits a moment for the others.
+    """After a disagreement, exchange the ranks' positions in their scripts. Waits a moment for the others.
 
     Args:
         key: Identifies the call, the same on all ranks.

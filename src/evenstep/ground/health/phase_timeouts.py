@@ -16,8 +16,8 @@ from evenstep.ground.environment import settings
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 
 DEFAULT_STEP_S = 600.0
-# By phase: its name for users, and its limit as a multiple of `init(timeout_s=...)`, larger for phases that are known
-# to take long. "main_first" holds for ranks that wait in a collective; ranks that wait for the block itself have no
+# By phase: the name for users, and the limit as a multiple of `init(timeout_s=...)`, larger for phases that are known
+# to take long. "main_first" limits ranks that wait in a collective; ranks that wait for the block itself have no
 # deadline.
 _KINDS = {
     Phase.STARTING: ("starting", 3.0),
@@ -36,11 +36,11 @@ _NAMES = list(dict(_KINDS.values()))
 
 @dataclass(frozen=True)
 class PhaseTimeouts:
-    """Seconds for each phase.
+    """The limit of each phase, in seconds.
 
     Args:
-        step_s: A collective's deadline. It is the limit for the phases of a step (forward, backward, optimizer); the
-            defaults of other phases are multiples of it.
+        step_s: A collective's deadline. It limits the phases of a step (forward, backward, optimizer); the defaults of
+            other phases are multiples of it.
         given: The limits that the user has set, by name.
     """
 
@@ -49,7 +49,7 @@ class PhaseTimeouts:
 
     @classmethod
     def parse(cls, text: str, *, step_s: float = DEFAULT_STEP_S) -> PhaseTimeouts:
-        """ "step=60,evaluating=7200". Pure.
+        """Parse a text such as "step=60,evaluating=7200". Pure.
 
         Raises:
             ConfigurationError: The text is malformed.
@@ -71,14 +71,14 @@ class PhaseTimeouts:
 
     @classmethod
     def of_this_run(cls, step_s: float) -> PhaseTimeouts:
-        """The values of `evenstep run --phase-timeout`; for other phases multiples of a collective's deadline."""
+        """The limits from `evenstep run --phase-timeout`; for other phases, multiples of a collective's deadline."""
         return cls.parse(settings().phase_timeouts, step_s=step_s)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={seconds:g}" for name, seconds in self.given.items())
 
     def of(self, seen: Heartbeat) -> float:
-        """How long a rank may stay in its phase while others wait for it, in seconds."""
+        """Seconds for which a rank may stay in its phase while others wait for it."""
         name, factor = _KINDS[seen.phase]
         return self.given.get(name, factor * self.step_s)
 
@@ -89,13 +89,13 @@ class AwaitedRank:
 
     Attributes:
         rank: The rank.
-        seen: Its page.
-        waited_s: The longest wait of another rank for it.
+        seen: The content of the rank's page.
+        waited_s: The longest time for which another rank has waited for it.
         waiting: The ranks that wait.
-        limit_s: The limit of its phase.
-        overdue_s: How far its page has been unchanged beyond the limit while others waited. A rank that leaves a long
-            evaluation has a step's limit from then on. For a rank that keeps changing its page and never arrives, the
-            deadlines of the waiting ranks count.
+        limit_s: The limit of the rank's phase.
+        overdue_s: Seconds beyond the limit for which the page has been unchanged while others waited. A rank that
+            leaves a long evaluation has a step's limit from then on. For a rank that keeps changing its page and never
+            arrives, the deadlines of the waiting ranks apply.
     """
 
     rank: int
@@ -113,17 +113,17 @@ class AwaitedRank:
 
 
 def patience(seen: Heartbeat) -> float:
-    """How much longer than in a step one waits for a rank in its phase before a message, as a factor. Pure."""
+    """The factor by which a rank's phase may last longer than a step before a message is printed. Pure."""
     return _KINDS[seen.phase][1]
 
 
 def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int) -> list[AwaitedRank]:
-    """The ranks for which others wait, and for how long. Pure.
+    """The ranks for which others wait, with the time of the wait. Pure.
 
-    If all ranks wait, none is overdue: they wait for each other, and their own deadlines end that.
+    If all ranks wait, none is overdue: they wait for each other, and their own deadlines end the wait.
 
     Args:
-        pages: By rank, of one host.
+        pages: Pages of one host, by rank.
         timeouts: The limit of each phase.
         now_ns: Monotonic time of that host.
     """

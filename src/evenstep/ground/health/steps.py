@@ -1,6 +1,6 @@
 """Optimizers' steps and compilations, seen by torch's global hooks; and stragglers, found from pages.
 
-One pair of hooks serves the page and all recorders, and is never removed: torch iterates over its hooks while an
+One pair of hooks serves the page and all recorders. It is never removed: torch iterates over its hooks while an
 optimizer steps, and would fail if the garbage collector removed a hook meanwhile.
 """
 
@@ -36,7 +36,7 @@ Listener = Callable[[Optimizer, bool], None]  # the flag: whether the step has e
 
 _listeners: list[weakref.WeakMethod[Listener]] = []
 _num_batches = 0
-_counts: dict[int, int] = {}  # steps of each existing optimizer, by id: weak keys would double the time
+_counts: dict[int, int] = {}  # steps of each existing optimizer, by id: weak keys would take twice the time
 
 
 def count_optimizer_steps(listener: Listener | None = None) -> None:
@@ -67,7 +67,7 @@ def mark_end_of_group() -> None:
 
     @functools.wraps(destroy)
     def leave(group: Any = None) -> None:
-        # A rank that fails cleans up, too: while its error is handled, or when python ends behind it.
+        # A rank that fails also calls this: while its error is handled, or when python ends after it.
         has_failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         if (group is None or group is dist.group.WORLD) and not has_failed:
             mark(Phase.ENDED)
@@ -102,7 +102,7 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
 
 
 def find_misuse(placement: Placement) -> list[str]:
-    """Lines for rank 0 to print, once it trains, if the ranks don't work together as the command demands."""
+    """Lines for rank 0 to print, once it trains, if several ranks were started but don't train together."""
     lines = []
     if placement.rank == 0 and placement.world_size > 1 and not (is_claimed() or torch.distributed.is_initialized()):
         lines.append(
@@ -116,7 +116,7 @@ def validate_roles() -> None:
     """Raise if the command wants servers, but all ranks train.
 
     Raises:
-        ConfigurationError: They do.
+        ConfigurationError: All ranks train.
     """
     if lacks_servers():
         raise ConfigurationError(
@@ -132,13 +132,13 @@ def _call_listeners(optimizer: Optimizer, has_ended: bool) -> None:
 
 
 def count_batch() -> None:
-    """A batch was drawn from a loader, after the first optimizer step of its epoch."""
+    """Count a batch that was drawn from a loader, after the first optimizer step of its epoch."""
     global _num_batches
     _num_batches += 1
 
 
 def batches_drawn() -> int:
-    """How many batches this process has drawn from evenstep's loaders, each after the first step of its epoch."""
+    """Number of batches that this process has drawn from evenstep's loaders, each after the first step of its epoch."""
     return _num_batches
 
 
@@ -166,7 +166,7 @@ def mark_compilations() -> None:
 
 
 class StragglerWatch:
-    """Names a rank of this node that slows the others, once, on the node's lowest rank. It takes no action.
+    """Names a rank of this node that slows the others, once, on the node's lowest rank. It only prints.
 
     A rank is slow if its own part of a step takes 1.5 times the others' median in two successive windows; a single
     window may contain an evaluation or a save.
@@ -212,12 +212,12 @@ def find_stragglers(
 ) -> dict[int, float]:
     """Ranks that slow the others, and by how much. Pure.
 
-    All ranks take the same steps in the same time, but wait for the others for different parts of it. The rest is a
-    rank's own work, from the end of one exchange until it is ready for the next.
+    All ranks take the same steps in the same time, but wait for the others for different parts of that time. The rest
+    is a rank's own work, from the end of one exchange until it is ready for the next.
 
     Args:
-        before: Pages by rank, of one host.
-        after: The same later.
+        before: Pages of one host, by rank.
+        after: The same pages later.
         factor: A rank that takes this many times the others' median is a straggler.
         least_steps: With fewer steps, no rank is judged.
 

@@ -36,11 +36,11 @@ from evenstep.ground.health.steps import count_optimizer_steps
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
 NUM_STEPS_KEPT = 1000
-_MOST_PER_STEP = 20_000  # numbers: a model that isn't trained records the steps of all optimizers
+_MOST_PER_STEP = 20_000  # the most numbers of a step: a model that isn't trained records the steps of all optimizers
 
 _SPANS = ("forward", "backward", "wait", "finish", "optimizer")
 _RANGES = {"wait": "exchange"}  # names in a profile, if they differ from the spans' names
-# The spans that a mark ends, and the one that it begins. A backward pass without an end lasts until another span
+# The spans that a mark ends, and the span that it begins. A backward pass without an end lasts until another span
 # begins.
 _TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
     FORWARD: (("backward",), "forward"),
@@ -59,14 +59,14 @@ class StepTimes:
     """One step of one model on this rank. Times in seconds; 0.0 if not recorded.
 
     Attributes:
-        began_s: When it began, on the clock of `time.perf_counter`.
-        forward_s: In forward passes.
-        backward_s: In backward passes, until the reductions of all buckets had started.
-        ready_s: By bucket: the time from the start of the first backward pass until the bucket was complete, before its
-            collective. A rank with long times delays the others.
-        wait_s: Waiting for the buckets after the last backward pass: communication that wasn't hidden.
-        finish_s: In dividing, module buffers and the like.
-        optimizer_s: In the optimizer's step.
+        began_s: When the step began, on the clock of `time.perf_counter`.
+        forward_s: Time in forward passes.
+        backward_s: Time in backward passes, until the reductions of all buckets had started.
+        ready_s: For each bucket, the time from the start of the first backward pass until the bucket was complete,
+            before its collective. A rank with long times delays the others.
+        wait_s: Time of waiting for the buckets after the last backward pass: communication that wasn't hidden.
+        finish_s: Time for division, module buffers and the like.
+        optimizer_s: Time in the optimizer's step.
     """
 
     began_s: float
@@ -110,22 +110,23 @@ class Recorder:
     """The marks of one model's steps. Events that begin a phase are written to the heartbeat page, too.
 
     Attributes:
-        is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of it.
+        is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of the
+            profile.
         bucket_bytes: Memory of the buckets.
-        peak_bucket_bytes: The maximum of `bucket_bytes`. When buckets are laid out anew, old and new ones briefly exist
-            together.
+        peak_bucket_bytes: The maximum of `bucket_bytes`. When buckets are laid out anew, old and new buckets briefly
+            exist together.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[list[int]] = deque([[]], maxlen=NUM_STEPS_KEPT + 1)  # the last one may still run
+        self._steps: deque[list[int]] = deque([[]], maxlen=NUM_STEPS_KEPT + 1)  # the last step may still run
         self._is_over = False
-        self._ranges: dict[str, Callable[[], None]] = {}  # by span: a function that ends the open range
+        self._ranges: dict[str, Callable[[], None]] = {}  # functions that end the open ranges, by span
         self.is_profiled = False
         self.bucket_bytes = 0
         self.peak_bucket_bytes = 0
 
     def begin_forward(self) -> int:
-        """A forward pass begins now; it is marked when it ends. Returns the present time."""
+        """Called when a forward pass begins: returns the time, for `forward`, which marks the pass at its end."""
         mark_phase(Phase.FORWARD)
         if self.is_profiled or is_profiled():
             self.is_profiled = is_profiled()
@@ -133,7 +134,7 @@ class Recorder:
         return perf_counter_ns()
 
     def forward(self, began_ns: int) -> None:
-        """A forward pass ends now."""
+        """Mark the beginning and the end of a forward pass that ends now."""
         if self.is_profiled:
             self._show(FORWARD_END)
         if self._is_over:
@@ -144,36 +145,36 @@ class Recorder:
             marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
 
     def begin_backward(self, *, is_whole: bool = False) -> None:
-        """A backward pass begins now.
+        """Mark the beginning of a backward pass.
 
         Args:
-            is_whole: The pass is a whole window whose end isn't marked, as of a plain `loss.backward()`.
+            is_whole: The pass is a whole window whose end isn't marked, as in a plain `loss.backward()`.
         """
         mark_phase(Phase.BACKWARD)
         self.mark(BACKWARD)
         self._is_over |= is_whole
 
     def mark(self, what: int) -> None:
-        """An event happens now that doesn't begin a phase."""
+        """Mark an event that doesn't begin a phase."""
         self._steps[-1].extend((what, perf_counter_ns()))
         if self.is_profiled:
             self._show(what)
 
     def end(self) -> None:
-        """The window has ended: the time up to the next forward pass is the optimizer's."""
+        """Mark the end of the window: the time up to the next forward pass is the optimizer's."""
         self.mark(END)
         self._is_over = True
         mark_phase(Phase.BETWEEN_STEPS)
 
     def mark_optimizer(self, _: object, has_ended: bool) -> None:
-        """An optimizer's step begins or has ended, for any model."""
+        """Mark the beginning or the end of an optimizer's step, for any model."""
         marks = self._steps[-1]
         if 0 < len(marks) < _MOST_PER_STEP:
             marks.extend((OPTIMIZER_END if has_ended else OPTIMIZER, perf_counter_ns()))
             self._is_over = True
 
     def has_buckets(self, num_bytes: int) -> None:
-        """Buckets are laid out (anew)."""
+        """Record the memory of buckets that were laid out."""
         self.peak_bucket_bytes = max(self.peak_bucket_bytes, self.bucket_bytes + num_bytes)
         self.bucket_bytes = num_bytes
 
@@ -209,7 +210,7 @@ class Telemetry:
     """The records of a world's models: `world.telemetry`.
 
     Attributes:
-        recorders: One per wrapped model that still exists, in order of wrapping.
+        recorders: One recorder for each wrapped model that still exists, in order of wrapping.
     """
 
     def __init__(self) -> None:
@@ -217,11 +218,11 @@ class Telemetry:
 
     @property
     def recorders(self) -> list[Recorder]:
-        """One per wrapped model that still exists, in order of wrapping."""
+        """One recorder for each wrapped model that still exists, in order of wrapping."""
         return [recorder for each in self._recorders if (recorder := each()) is not None]
 
     def open(self) -> Recorder:
-        """A recorder for one more model."""
+        """Make a recorder for one more model."""
         recorder = Recorder()
         self._recorders.append(weakref.ref(recorder))
         count_optimizer_steps(recorder.mark_optimizer)
@@ -231,7 +232,7 @@ class Telemetry:
         """The last steps of a model, oldest first.
 
         Args:
-            model: Its number, in order of wrapping; ordinary scripts have one.
+            model: The model's number, in order of wrapping; most scripts have one model.
         """
         recorders = self.recorders
         return recorders[model].steps() if model < len(recorders) else []
@@ -240,8 +241,7 @@ class Telemetry:
         """The newest step of a model with its optimizer's times; None before there is one.
 
         Args:
-            model: Its number, in order of wrapping.
-        """
+            model: The model's number, in order of wrapping."""
         recorders = self.recorders
         return recorders[model].newest() if model < len(recorders) else None
 

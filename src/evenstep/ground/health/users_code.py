@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's own."""
+"""Finds the lines of a stack that are the user's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_users(file: str) -> bool:
 
 
 def user_site() -> str:
-    """The innermost line of this thread's stack in the user's code; in a thread of ours, the main thread's line."""
+    """The innermost line of this thread's stack in the user's code; in an evenstep thread, the main thread's line."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     for stack in (sys._getframe(1), main):
         for frame, line in traceback.walk_stack(stack):

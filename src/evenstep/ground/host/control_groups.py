@@ -1,7 +1,7 @@
 """Limits that control groups set to this process's memory and CPU time. Linux; elsewhere there are none.
 
-A process is limited by its own group and by all groups around that one: a container's, say, and those that Slurm or
-systemd nest inside it. Both versions of control groups are read; a system may have both.
+A process is limited by its own group and by all groups around it: those of a container, Slurm or systemd, for example.
+Both versions of control groups are read; a system may have both.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 
 _PROCESS = Path("/proc/self")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as its largest number
-_V2 = ""  # its one hierarchy has no name in /proc/PID/cgroup
+_V2 = ""  # version 2's single hierarchy has no name in /proc/PID/cgroup
 
 
 def memory_limit_bytes(process: Path = _PROCESS) -> int | None:
-    """How much memory the control groups allow to all their processes together; None: there is no limit.
+    """The memory that the control groups allow to all their processes together; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -27,7 +27,7 @@ def memory_limit_bytes(process: Path = _PROCESS) -> int | None:
 
 
 def free_memory_bytes(process: Path = _PROCESS) -> int | None:
-    """How much memory the control groups still allow; None: there is no limit.
+    """The memory that the control groups still allow; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -36,7 +36,7 @@ def free_memory_bytes(process: Path = _PROCESS) -> int | None:
 
 
 def cpu_limit(process: Path = _PROCESS) -> float | None:
-    """How many CPUs' time the control groups allow to their processes, on average; None: there is no limit.
+    """The average number of CPUs that the control groups allow to their processes; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -55,20 +55,20 @@ def _memory(process: Path) -> Iterator[tuple[int, int]]:
     for group, is_v2 in _groups(process, "memory"):
         limit, used = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
-            # The page cache counts as used, and grows to the group's limit while a data set is read. But the kernel
-            # takes it back when memory is needed; a node's `MemAvailable` counts it as available, too.
+            # Leave out the page cache. It counts as used, and grows to the group's limit while a data set is read, but
+            # the kernel takes it back when memory is needed. A node's `MemAvailable` counts it as available, too.
             cached = ("inactive_file", "active_file") if is_v2 else ("total_inactive_file", "total_active_file")
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             in_use = int((group / used).read_text()) - sum(int(stat.get(name, 0)) for name in cached)
             limit_bytes = int((group / limit).read_text())
-        except (OSError, ValueError):  # the root, which has no limit; "max"
+        except (OSError, ValueError):  # the root group, which has no limit; or the text "max"
             continue
         if limit_bytes < _NO_LIMIT_BYTES:
             yield limit_bytes, in_use
 
 
 def _cpus(process: Path) -> Iterator[float]:
-    """The limit of each group that has one."""
+    """The CPU limit of each group that has one."""
     for group, is_v2 in _groups(process, "cpu"):
         try:
             if is_v2:
@@ -77,7 +77,7 @@ def _cpus(process: Path) -> Iterator[float]:
                 quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         except (OSError, ValueError):
             continue
-        if quota > 0 and period > 0:  # version 1 says -1 for no limit
+        if quota > 0 and period > 0:  # in version 1, -1 means no limit
             yield quota / period
 
 

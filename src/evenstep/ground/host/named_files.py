@@ -1,6 +1,6 @@
 """Files that a person names on a command line: the script to examine, the report to write.
 
-A script is refused with one line if reading it would wait for ever (a pipe), never end (/dev/zero) or give no text, and
+A script is refused with a one-line error if reading it would block (a pipe), never end (/dev/zero) or give no text, or
 if its name can't be printed. A report replaces its file as a whole, and never replaces a script.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 from evenstep.checks import shown
 from evenstep.errors import ConfigurationError
 
-MOST_BYTES = 2 << 20  # of a script; of a notebook, with its pictures, `MOST_BYTES_OF_NOTEBOOK`
+MOST_BYTES = 2 << 20  # of a script; for a notebook with its pictures: `MOST_BYTES_OF_NOTEBOOK`
 MOST_BYTES_OF_NOTEBOOK = 64 << 20
-# Errors of writing that the disk, or the reader of a pipe, has caused.
+# Write errors that the disk, or the reader of a pipe, has caused.
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.EPIPE}
 _SCRIPTS = (".py", ".ipynb")
 
@@ -33,7 +33,7 @@ def read_script(script: str | Path) -> bytes:
             characters that can't be printed.
     """
     path = Path(script)
-    if not str(path).isprintable():  # escapes of a terminal, line ends, bytes that are no text
+    if not str(path).isprintable():  # terminal escapes, line ends, bytes that aren't text
         raise ConfigurationError(f"{str(path)!a}: a name with characters that can't be printed. Rename the file.")
     most = MOST_BYTES_OF_NOTEBOOK if path.suffix == ".ipynb" else MOST_BYTES
     try:
@@ -76,21 +76,21 @@ def validate_script(script: str | Path) -> None:
     """Refuse a file that can't be read as a script; for commands that only run it.
 
     Raises:
-        ConfigurationError: As `read_script` and `encoding_of`.
+        ConfigurationError: As in `read_script` and `encoding_of`.
     """
     encoding_of(read_script(script), script)
 
 
 def validate_target(option: str, file: str | None, *sources: str | None) -> None:
-    """Refuse a report's file that can't or mustn't be written. Called before runs, which take minutes.
+    """Refuse a report's file that can't or mustn't be written. Called before the runs, which take minutes.
 
     Args:
         option: The option that names the file: "--json".
-        file: None: nothing is written.
-        sources: Files that it mustn't be: scripts, other reports.
+        file: The file's path; None: nothing is written.
+        sources: Files that the report mustn't replace: scripts, other reports.
 
     Raises:
-        ConfigurationError: It is a script, one of `sources`, a directory, or a file in a missing directory.
+        ConfigurationError: `file` is a script, one of `sources`, a directory, or in a missing directory.
     """
     if file is None:
         return
@@ -120,13 +120,13 @@ def write_report(file: str | Path | None, text: str) -> None:
     """Write a report; None: write nothing. An old file is replaced by the whole report, or stays as it is.
 
     Raises:
-        OSError: It can't be written; `filename` says which.
+        OSError: The file can't be written; `filename` has its path.
     """
     if file is None:
         return
     path = Path(file)
     try:
-        if path.is_file() and not path.is_symlink():  # unlike /dev/stdout, or a pipe
+        if path.is_file() and not path.is_symlink():  # not /dev/stdout, nor a pipe
             replace_file(path, text.encode())
         else:
             path.write_text(text)
@@ -138,7 +138,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace a file's content as a whole, and flush it to the disk. The file keeps its mode and owner.
 
     Raises:
-        OSError: It can't be written. The file is as it was.
+        OSError: The file can't be written, and is unchanged.
     """
     was = path.stat()
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.absolute().parent)

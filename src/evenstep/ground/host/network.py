@@ -18,12 +18,12 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Reservation:
-    """Reserves a port of the loopback interface, on which no process listens.
+    """Reserves a port of the loopback interface on which no process listens.
 
     The socket is bound and never listens. With SO_REUSEADDR on both sides one process, a rank that hosts a store, can
     still listen there; without the reservation the system could give the port to another process in between. The
-    reservation prevents accidents only: another user may still listen there first. So torch's own groups of all ranks
-    meet elsewhere (`rendezvous_store.meet_without_port`).
+    reservation prevents accidents only: another user may still listen there first. So torch's own process groups
+    rendezvous through a file (`rendezvous_store.meet_without_port`).
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def owner_of(port: int) -> str:
-    """ "pid 123 (python)" of the process that listens on a port; "" where that is hidden."""
+    """The process that listens on a port, as "pid 123 (python)"; "" if it can't be seen."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():
@@ -110,9 +110,9 @@ def is_loopback(host: str) -> bool:
 def bind_address(host: str) -> str:
     """The address on which to serve a store that other nodes reach as `host`.
 
-    It is that address alone, so that no process connects through another network. It is all addresses if `host` is a
-    name that means loopback on this host only, as a Debian host's own name does (127.0.1.1): other nodes resolve it
-    differently.
+    It is `host`'s own address, so that no process connects through another network. If `host` is a name that means
+    loopback only on this host, such as a Debian host's own name (127.0.1.1), it is all addresses: other nodes resolve
+    the name differently.
     """
     try:
         ipaddress.ip_address(host)
@@ -122,7 +122,7 @@ def bind_address(host: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or an address is this host's, and more than loopback."""
+    """Whether a name or an address is this host's, other than loopback."""
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
@@ -143,7 +143,7 @@ def address_towards(host: str, port: int) -> str | None:
 def interface_of(address: str) -> str | None:
     """The name of the interface with an address of this host; None without one. Linux."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    # Every address of 127.0.0.0/8 is the loopback interface's, which reports only its first.
+    # Every address of 127.0.0.0/8 is the loopback interface's, which reports only its first address.
     otherwise = "lo" if wanted.version == 4 and wanted.is_loopback else None
     return next((name for name, own in _interfaces() if own == wanted), otherwise)
 
@@ -158,7 +158,7 @@ def addresses() -> dict[str, list[str]]:
 
 
 def _interfaces() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Interfaces with their addresses: the first IPv4 one of each, and all IPv6 ones."""
+    """Interfaces with their addresses: the first IPv4 address and all IPv6 addresses of each."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address

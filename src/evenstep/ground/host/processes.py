@@ -1,4 +1,4 @@
-"""Processes of this host, as the kernel shows them in /proc. Linux; elsewhere there seem to be none."""
+"""Processes of this host, as the kernel shows them in /proc (Linux). On other systems no process is found."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 # Signals that ask a run to save and stop. They come from schedulers, job scripts, submitit or a dropped connection.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
-# Places in what `stat_fields` returns.
+# Indices into the result of `stat_fields`.
 STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21
 
 
 def stays_ignored(which: signal.Signals) -> bool:
-    """Whether this process was started with a signal ignored on purpose: SIGHUP, as by `nohup`."""
+    """Whether this process was started, as by `nohup`, with SIGHUP ignored. False for other signals."""
     return which == signal.SIGHUP and signal.getsignal(which) == signal.SIG_IGN
 
 
 def boot_id() -> str:
-    """The id of this kernel's boot, which only processes under it know; "" elsewhere than on Linux."""
+    """The id of this kernel's boot, equal for all processes under this kernel; "" on other systems than Linux."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
 
@@ -31,14 +31,14 @@ def stat_fields(pid: int | str) -> list[str]:
         pid: A process, or "self".
 
     Raises:
-        OSError: The system doesn't say: this process has no descriptor left, for example. The process `pid` may be
-            alive.
+        OSError: The state can't be read, for example because this process has no descriptor left. The process `pid` may
+            be alive.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return text.rpartition(")")[2].split()  # the name before it may hold anything
+    return text.rpartition(")")[2].split()  # the name in parentheses may contain anything
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
@@ -49,7 +49,7 @@ def state_and_start(pid: int) -> tuple[str, int]:
         start in the kernel's ticks distinguishes a process from a later one with the same number.
 
     Raises:
-        OSError: As `stat_fields`.
+        OSError: As in `stat_fields`.
     """
     fields = stat_fields(pid)
     return (fields[STATE], int(fields[START_TICKS])) if fields else ("", 0)
@@ -61,7 +61,7 @@ def exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     return True
 
@@ -70,12 +70,12 @@ def is_running(pid: int, start_ticks: int | None = None) -> bool:
     """Whether a process is running; a zombie isn't. If its state can't be read: whether the number is in use.
 
     Args:
-        pid: Its number.
-        start_ticks: When it started, since a later process may get the same number. None: any.
+        pid: The process's number.
+        start_ticks: When the process started, since a later process may get the same number. None: any process.
     """
     try:
         state, found = state_and_start(pid)
-    except OSError:  # this process has no descriptor left, say, which tells nothing about the other
+    except OSError:  # perhaps this process has no descriptor left: the other process may run
         return exists(pid)
     return state not in ("", "Z", "X") and start_ticks in (None, found)
 

@@ -1,12 +1,11 @@
-"""Temporary directories. One that a killed process has left is removed when the next one is made.
+"""Temporary directories. A directory that a killed process has left is removed when the next one is made.
 
 [Note: directories of killed processes]
 
 A process that is killed can't remove its directory. It holds a lock on a file inside, and the kernel releases the lock
 however the process ends. The process that makes the next directory removes the directories whose lock nobody holds.
-Directories without such a file are left alone; the file is written under the lock. The file names the kernel that keeps
-the lock, because on a shared file system another node may not see the lock; directories of other kernels are left
-alone.
+Directories without such a file stay; the file is written under the lock. The file names the kernel that keeps the lock,
+because on a shared file system another node may not see the lock. Directories of other kernels stay.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def private_directory(purpose: str) -> Iterator[Path]:
     """A temporary directory of mode 0700, removed at the end of the block, or by the next call after a kill.
 
     Args:
-        purpose: Part of its name.
+        purpose: Part of the directory's name.
 
     Raises:
-        ConfigurationError: The disk is full, now or later in the block.
+        ConfigurationError: The disk is full, now or in a write inside the block.
     """
     root = temporary_root()
     sweep(root)
@@ -48,7 +47,7 @@ def private_directory(purpose: str) -> Iterator[Path]:
                 tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", dir=root, ignore_cleanup_errors=True)
             )
         )
-        with contextlib.suppress(OSError):  # a file system without locks: then it isn't swept
+        with contextlib.suppress(OSError):  # a file system without locks: then the directory isn't swept
             lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +72,7 @@ def temporary_root() -> Path:
     except OSError as error:
         raise ConfigurationError(f"no directory for temporary files: {error.strerror}. {_REMEDY}") from None
     free_bytes = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and free_bytes < _LEAST_BYTES:  # a file system without a size says 0
+    if disk.f_blocks and free_bytes < _LEAST_BYTES:  # 0: a file system without a size
         full = os.strerror(errno.ENOSPC)
         raise ConfigurationError(f"{root}: {full} ({free_bytes:,} bytes are free, {_LEAST_BYTES:,} needed). {_REMEDY}")
     return root

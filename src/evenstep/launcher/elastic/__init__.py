@@ -3,8 +3,8 @@
 Reading order, from the roof down:
 
 1. `agent`: torchelastic's agent with our attempts. It decides whether the run ends or starts its ranks again.
-2. `attempt`: the ranks of one attempt. It watches them, finds the root cause of a failure, and stops the others.
+2. `attempt`: one attempt. It watches its ranks, finds the root cause of a failure, and stops the others.
 3. `nodes`: the launchers of a run's nodes exchange heartbeats, the rank that failed first, what was saved, and the
    number of restarts, so that all make the same decisions.
-4. `rendezvous`: how they find each other.
+4. `rendezvous`: how the launchers find each other.
 """

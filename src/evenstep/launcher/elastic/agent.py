@@ -1,6 +1,6 @@
 """The agent of one node: the one place that decides whether a run ends or starts its ranks again.
 
-A signal to the launcher raises an exception out of `run_attempts`; `launcher/run.py` then returns the status.
+A signal to the launcher makes `run_attempts` raise an exception; `launcher/run.py` then returns the status.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RunFailed(Exception):
 
 
 def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[bool, str]:
-    """Whether another attempt follows a failed one, and a line to print, or "". Pure.
+    """Whether another attempt follows a failed attempt, and a line to print, or "". Pure.
 
     Args:
         now: The run's standing after the failed attempt.
         max_restarts: The command's `--max-restarts`.
-        was_stopping: The run had been asked to stop.
+        was_stopping: Whether the run had been asked to stop.
     """
     num_left = max_restarts - now.num_restarts
     if was_stopping:
@@ -55,7 +55,7 @@ def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[
 
 
 class RankAgent(ElasticAgent):
-    """torchelastic's agent of this node, with attempts of ours.
+    """torchelastic's agent of this node, with evenstep's attempts.
 
     A joining node is not a failure: the ranks start again, and this doesn't count as a restart. The nodes notice the
     new node at different times, and ranks of one node fail when another node stops its ranks. So the first node that
@@ -64,7 +64,7 @@ class RankAgent(ElasticAgent):
 
     Args:
         policy: How ranks are watched and stopped.
-        timeouts: How long they may keep others waiting.
+        timeouts: How long ranks may keep others waiting.
         kwargs: torch's arguments.
     """
 
@@ -75,7 +75,7 @@ class RankAgent(ElasticAgent):
         self._policy, self._timeouts = policy, timeouts
         self._standing = Standing()
         self._attempt: Attempt | None = None
-        self._failure: Failure | None = None  # of the last failed attempt
+        self._failure: Failure | None = None  # the last failed attempt's failure
 
     @property
     def has_saved(self) -> bool:
@@ -134,7 +134,8 @@ class RankAgent(ElasticAgent):
             self._standing = compare_standings(
                 group.store, self._standing, node_rank=group.group_rank, num_nodes=group.group_world_size
             )
-            # Every node counts restarts independently. The store belongs to this rendezvous only.
+            # The first node names the session: nodes count restarts separately, so a count couldn't. The store belongs
+            # to this rendezvous only.
             session = group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
         pages, ranks = NodePages(len(group.workers)), [worker.global_rank for worker in group.workers]
         with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
@@ -157,7 +158,8 @@ class RankAgent(ElasticAgent):
             timeouts=self._timeouts,
             num_ranks=group.workers[0].world_size,
             others=others,
-            # From the command, so equal on all nodes: else others may wait for a node that has no restarts left.
+            # `most` is from the command, so equal on all nodes: else others may wait for a node that has no restarts
+            # left.
             may_restart=most > 0,
             needs_all_nodes=isinstance(self._spec.rdzv_handler, FixedNodesRendezvous),
             num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,

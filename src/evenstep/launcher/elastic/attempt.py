@@ -58,7 +58,7 @@ from evenstep.launcher.failure.verdict import (
 from evenstep.launcher.spawn.child import Child, Guard, stop
 
 _POLL_S = 0.02
-_POLL_EVERY_S = 0.25  # between checks for hangs
+_POLL_EVERY_S = 0.25  # time between checks for hangs
 _STACK_S = 0.3
 
 
@@ -68,11 +68,11 @@ class Ranks:
     Args:
         context: torchelastic's context, with the processes already started.
         ranks: Global rank of each local rank.
-        pages: These ranks' pages. Closed with this object.
+        pages: The ranks' pages. Closed with this object.
 
     Attributes:
-        lost: Ranks that the others continue without.
-        stopped: Ranks that a signal of ours reached while they ran.
+        lost: Ranks without which the others continue.
+        stopped: Ranks that received a signal from this launcher while they ran.
     """
 
     def __init__(self, context: SubprocessContext, *, ranks: Sequence[int], pages: NodePages) -> None:
@@ -101,7 +101,7 @@ class Ranks:
         ]
 
     def await_end(self, longest_s: float) -> None:
-        """Wait until one ends, at most for the given time."""
+        """Wait until a rank ends, at most for the given time."""
         self._ends.wait(longest_s)
 
     def request_stacks(self, states: Iterable[RankState]) -> StackRequest:
@@ -132,7 +132,7 @@ class Ranks:
             say(f"evenstep: rank {rank} (pid {self._processes[rank].pid}) can't be killed, and is left behind")
 
     def _request(self, which: signal.Signals, rank: int) -> None:
-        """Send a signal to the process that trains: with a shell script it isn't the process that was started."""
+        """Send a signal to the process that trains: if the command is a shell script, its child."""
         process, page = self._processes[rank], self._pages[rank]
         seen = page.read()
         if which == signal.SIGINT and not page.words[Note.IS_READY]:
@@ -162,16 +162,16 @@ class Attempt:
         ranks: The processes, already started.
         number: Number of restarts so far.
         policy: How ranks are watched and stopped.
-        timeouts: How long they may keep others waiting.
+        timeouts: How long ranks may keep others waiting.
         others: The other nodes of the run; None: there are none.
-        may_restart: Ranks of this run are started again if they fail.
-        needs_all_nodes: They aren't started again without a node that was asked to stop.
+        may_restart: Whether ranks of this run are started again if they fail.
+        needs_all_nodes: Whether ranks aren't started again without a node that was asked to stop.
         num_ranks: Number of ranks on all nodes.
-        num_nodes_waiting: How many new nodes wait to join.
+        num_nodes_waiting: Returns the number of new nodes that wait to join.
 
     Attributes:
-        failure: Its failure, once it has failed.
-        saved: What it has saved, once it has ended: on any node if it has failed, otherwise on this node.
+        failure: The attempt's failure, once it has failed.
+        saved: What the attempt has saved, once it has ended: on any node if it has failed, otherwise on this node.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Attempt:
         self.saved = Standing()
 
     def watch(self) -> End:
-        """Watch until all ranks have ended, or can't be killed. A signal raises an exception out of it."""
+        """Watch until all ranks have ended, or can't be killed. A signal makes this raise an exception."""
         while True:
             states = self._poll()
             step = judge(
@@ -237,7 +237,7 @@ class Attempt:
                 return self._end(step, states)
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the remaining ranks, for torchelastic. Ignores torchelastic's `timeout`: the policy's holds."""
+        """Stop the remaining ranks, for torchelastic. Uses the policy's timeouts and ignores `timeout`."""
         if not self._is_closed:
             may_save = self._others is None or self._others.poll() is None
             if self._others is not None:
@@ -255,12 +255,12 @@ class Attempt:
     # ------------------------------------------------------------------ while it runs
 
     def _poll(self) -> list[RankState]:
-        """The states of ranks that count: not those that were killed and that the others continue without."""
+        """The states of all ranks but lost ranks: those were killed, and the others continue without them."""
         states = [each for each in self._ranks.poll() if not each.is_lost]
         if self._failed_ns is None and not self._ranks.stopped:
             for each in find_lost(states, self._policy.num_workers):
                 self._ranks.lost.add(each.rank)
-                self._ranks.kill(each.rank)  # the processes that it had started
+                self._ranks.kill(each.rank)  # kills the processes that the lost rank had started
                 states.remove(each)
                 who = f"worker {each.rank} (rank {each.rank}, pid {each.pid})"
                 say(f"evenstep: {who} {describe_exit(each.exit_code or 0)}; the others go on without it")
@@ -278,7 +278,7 @@ class Attempt:
             return
         self._hang = self._find_hang(states)
         if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._policy.num_workers:
-            self._ranks.kill(self._hang.rank)  # then it is lost like any other killed rank
+            self._ranks.kill(self._hang.rank)  # then the rank is lost like any other killed rank
             self._hang = None
         if self._others is not None:
             self._remote_failure = self._others.poll()
@@ -289,7 +289,7 @@ class Attempt:
             self._ranks.await_end(self._policy.poll_every_s)
 
     def _find_hang(self, states: Sequence[RankState]) -> Hang | None:
-        """Report suspended and overdue ranks; returns one that is given up."""
+        """Report suspended and overdue ranks; returns a rank to give up."""
         now = time.monotonic()
         lines, hang = self._stop_watch.poll(now, states)
         if now - self._last_poll >= _POLL_EVERY_S:
@@ -319,7 +319,7 @@ class Attempt:
             self._others.publish_views(packed(watch.views(now_ns)))
         lines, loading = watch.judge(now_ns, others), watch.loading()
         self._ranks.request_worker_stacks(self._worker_stacks, (each for each in states if each.rank in loading))
-        if self._stack_request is None:  # ranks and workers write to the same file
+        if self._stack_request is None:  # a rank and its workers write to the same file
             lines += self._worker_stacks.poll()
         return lines
 
@@ -363,7 +363,7 @@ class Attempt:
         if end is End.NODE_COMES:
             say("evenstep: another node has come: all ranks are stopped, and start again with it")
             if self._others is not None:
-                self._others.announce_new_node()  # first: else other nodes may mistake our ranks' end for a failure
+                self._others.announce_new_node()  # first, else other nodes may see a failure in our ranks' end
             self._stop(signal.SIGTERM, may_save=True)
             self.saved = _saved_here(self._ranks.poll())
         self._close()
@@ -372,7 +372,7 @@ class Attempt:
     def _part(self, how: Parting) -> bool:
         """Wait until the attempt has ended on the other nodes, too. Returns whether it ended without a failure there.
 
-        Ranks that have saved had agreed on the save, so no later event is a failure of this node.
+        All ranks agree before they save, so after a save no later event is a failure of this node.
         """
         if self._others is None:
             return True
@@ -433,7 +433,7 @@ class Attempt:
 
         Args:
             first: The signal to send first.
-            may_save: All ranks still run, as a save requires, so they get the time for it.
+            may_save: All ranks still run, so they can save, and get the time for it.
         """
         saves, policy = may_save and _saved_here(self._ranks.poll()).saves, self._policy
         if saves and first == signal.SIGINT:

@@ -1,20 +1,20 @@
-"""Information that a run's launchers exchange: that each node is alive, which rank failed first, what was saved.
+"""Information that a run's launchers exchange: heartbeats, the rank that failed first, what was saved.
 
 [Note: one row of beats]
 
 Several times a second every launcher writes to the rendezvous store: its beat (a number, and the version of its facts),
-a line about its ranks' activity and, when they have changed, its facts: its name, where its ranks are if they haven't
-stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, how its attempt has ended
-and what it has saved. The store's node reads all beats in one call, and publishes them in one row. The others read the
-row, facts only if their version is new, and lines only when an attempt has failed. That is at most four calls per node
-and beat for any number of nodes. A key must exist before any node reads it, because the store would wait for it: so the
-store's node creates all beats, and facts are written before the beat with their version.
+a line about its ranks' activity and, if they have changed, its facts. Facts are the node's name, where its ranks are if
+they haven't stepped for a while, whether a new node waits, whether the node was asked to stop and, at the end, how its
+attempt has ended and what it has saved. The store's node reads all beats in one call, and publishes them in one row.
+The others read the row, facts only if their version is new, and lines only when an attempt has failed. That is at most
+four calls per node and beat for any number of nodes. A key must exist before any node reads it, because the store would
+wait for it: so the store's node creates all beats, and facts are written before the beat with their version.
 
 A node whose beat no longer changes is lost: its power or its network is gone. There is also one slot for the first
-failure, which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as
-the cause. At the end of an attempt the nodes exchange what each has saved, so that each decides independently, with the
-same result, whether the run is restarted (`Standing`). A run of one node needs no exchange. A node that notices a
-waiting new node announces it; otherwise its peers would mistake the end of its ranks for a failure.
+failure. The first node to fail fills it by compare-and-swap; nodes that only lost a peer then report that failure as
+the cause. At the end of an attempt the nodes exchange what each has saved, so that all decide in the same way whether
+the run is restarted (`Standing`). A run of one node needs no exchange. A node that notices a waiting new node announces
+it; otherwise its peers would mistake the end of its ranks for a failure.
 
 A thread talks to the store, because a store that is unreachable never answers, and no deadline of torch's ends that.
 `Heartbeats`, which decides, is pure, and is called from outside the thread.
@@ -41,22 +41,22 @@ from evenstep.ground.environment import NODE_TIMEOUT_S
 from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _BEAT_S = 0.25
-_HURRY_S = 0.02  # between two reads of the store when the attempt has ended
+_HURRY_S = 0.02  # time between two reads of the store when the attempt has ended
 _PARTING_S = 1.0
 _CONNECT_S = 60.0
 _SURE_S = 1.0
-_LOOKS_S = 1.0  # between two updates of this node's ranks' places for other nodes
+_LOOKS_S = 1.0  # time between two updates, for other nodes, of where this node's ranks are
 _MAX_TEXT = 500
 _NOTHING = "-"
 _ROW, _FIRST = "row", "first-failure"
 
 
 class Heartbeats:
-    """Which nodes are alive, judged by their heartbeats. Pure.
+    """Decides from heartbeats which nodes are alive. Pure.
 
     Args:
         others: Node ranks of the other nodes.
-        lost_after_s: Silence after which a node is lost.
+        lost_after_s: Seconds of silence after which a node is lost.
         now: Seconds on a clock that doesn't stop.
     """
 
@@ -64,10 +64,10 @@ class Heartbeats:
         self._lost_after_s = lost_after_s
         self._last: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", now))
         self._answered = now
-        self._suspected: float | None = None  # the time since which `lost` has found a node lost
+        self._suspected: float | None = None  # time at which `lost` first found a node silent
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
-        """Record that the store has answered with these heartbeats, by node."""
+        """Record the heartbeats that the store has answered, by node."""
         self._answered = now
         for node, beat in beats.items():
             if beat != self._last[node][0]:
@@ -76,9 +76,8 @@ class Heartbeats:
     def lost(self, now: float, *, store_at: str) -> str | None:
         """A sentence about a lost node; None while all are alive or haven't sent their first heartbeat.
 
-        A node counts as lost only if it stays silent for a while of this process's own running time: this process may
-        have been frozen itself, like a virtual machine during migration, and read the others' heartbeats a moment
-        later.
+        A node counts as lost only if it stays silent while this process runs for some more time: this process may have
+        been frozen itself, as a virtual machine is during migration, and read the others' heartbeats a moment later.
         """
         found = self._silent(now, store_at)
         self._suspected = None if found is None else now if self._suspected is None else self._suspected
@@ -102,14 +101,14 @@ class Heartbeats:
 
     def lost_nodes(self, now: float) -> list[int]:
         """The nodes that have been silent for too long, according to the store's last answer."""
-        # Measured until the store's last answer, not until now: a silent store doesn't make nodes silent. A node
-        # without a first heartbeat is still starting.
+        # Measure until the store's last answer, not until now: a silent store doesn't make nodes silent. A node without
+        # a first heartbeat is still starting.
         known = min(now, self._answered)
         return [node for node, (beat, since) in self._last.items() if beat and known - since > self._lost_after_s]
 
 
 class Parting(enum.Enum):
-    """How an attempt has ended on a node without a failure of its own."""
+    """How an attempt has ended on a node that hasn't failed itself."""
 
     WELL = "all ranks have ended as they should"
     SAVED = "ranks were asked to stop, have saved, and ended"
@@ -117,14 +116,14 @@ class Parting(enum.Enum):
 
 
 class OtherNodes:
-    """This node's end of the heartbeat. Made when the ranks have been started, closed when they have ended.
+    """Exchanges heartbeats and facts with the other nodes, while ranks run.
 
     Args:
         address: The store's address.
         port: The store's port.
-        session: Name of this session: a different one for every rendezvous.
-        node_rank: This node; 0 has the store.
-        num_nodes: All nodes.
+        session: Name of this session, different for every rendezvous.
+        node_rank: This node's rank; node 0 has the store.
+        num_nodes: Number of nodes.
         lost_after_s: See `Heartbeats`.
         describe: Returns a line about the activity of this node's ranks; called several times a second, by the thread.
     """
@@ -148,7 +147,7 @@ class OtherNodes:
         self._others = [node for node in range(num_nodes) if node != node_rank]
         self._heartbeats = Heartbeats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
         self._describe = describe
-        # Replaced as a whole, by the main thread alone.
+        # The main thread alone writes this, and replaces the whole dictionary.
         self._mine: dict[str, Any] = {"version": "0", "host": socket.gethostname()}
         self._facts: dict[int, dict[str, Any]] = {}  # the other nodes' facts at the last beat
         self._own_failure = ""
@@ -176,7 +175,7 @@ class OtherNodes:
     def publish_failure(self, text: str, status: int, *, state: str = "", wait_s: float = 1.0) -> None:
         """Publish this node's failure as the first one, unless another node has published one.
 
-        Waits a moment until that is done.
+        Waits a moment until it is published.
         """
         where = f"node {self._node_rank} ({socket.gethostname()})"
         failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT])
@@ -185,12 +184,12 @@ class OtherNodes:
         self._await(lambda: self._num_beats >= enough, wait_s)
 
     def announce_new_node(self, *, wait_s: float = 1.0) -> None:
-        """Announce that a new node waits, so that all nodes stop their ranks. Waits until that is done."""
+        """Announce that a new node waits, so that all nodes stop their ranks. Waits until it is announced."""
         self._publish(new_node=True)
         self._await_beats(wait_s)
 
     def check_for_new_node(self, *, longest_s: float = 1.0) -> bool:
-        """`new_node_waits`, after reading the store once more."""
+        """Like `new_node_waits`, after reading the store once more."""
         self._await_beats(longest_s)
         return self.new_node_waits
 
@@ -200,11 +199,11 @@ class OtherNodes:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether another node was asked to stop: nodes that started again would wait for it."""
+        """Whether another node was asked to stop: nodes that start again would wait for it."""
         return any("stops" in facts for facts in self._facts.values())
 
     def publish_views(self, text: str) -> None:
-        """Publish where this node's ranks are; "": it isn't known. Never blocks."""
+        """Publish where this node's ranks are; "": this isn't known. Never blocks."""
         now = time.monotonic()
         if now - self._looks_at > _LOOKS_S or not text:
             self._looks_at = now
@@ -215,12 +214,12 @@ class OtherNodes:
         return self._of_all("views")
 
     def request_states(self) -> None:
-        """Have the thread read the other nodes' lines on their ranks."""
+        """Make the thread read the other nodes' lines about their ranks."""
         self._requests_states = True
         self._wakes.set()
 
     def states(self, *, longest_s: float = 0.3) -> list[str]:
-        """A line for each other node: what its ranks did at its last heartbeat before `request_states`."""
+        """A line about the ranks of each other node, read since `request_states`."""
         self._await(lambda: self._states is not None, longest_s)
         return self._states or []
 
@@ -242,9 +241,9 @@ class OtherNodes:
         self._publish(ended=how.name)
 
     def await_ends(self, longest_s: float) -> set[Parting]:
-        """How the attempt has ended on the other nodes: on all of them, unless a failure is known or it takes too long.
+        """Wait until the attempt has ended on the other nodes, a failure is known, or time is up. Returns how it ended.
 
-        Nodes that start again with a new node don't end in this way, and aren't awaited.
+        Nodes that start again with a new node publish no end, and aren't awaited.
         """
         began = time.monotonic()
         while not self._have_all("ended") and self.poll() is None and not self._has_ended.is_set():
@@ -284,7 +283,7 @@ class OtherNodes:
         ]
 
     def _await(self, is_true: Callable[[], bool], longest_s: float) -> None:
-        """Wait until a condition is true, with beats in quick succession, while the store can be reached."""
+        """Wait until a condition is true, with frequent beats, while the store can be reached."""
         deadline = time.monotonic() + longest_s
         while not is_true() and time.monotonic() < deadline:
             if self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic()):
@@ -298,12 +297,12 @@ class OtherNodes:
         self._await(lambda: self._num_in_row >= enough, longest_s)
 
     def _have_all(self, what: str) -> bool:
-        """Whether the facts of all nodes have an entry, except nodes that will send nothing any more."""
+        """Whether the facts of all nodes have an entry, except those of nodes that send nothing any more."""
         have_it = {node for node, facts in self._facts.items() if what in facts}
         return set(self._others) <= have_it | {*self._heartbeats.lost_nodes(time.monotonic())}
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: `look` reports it if that lasts
+        with contextlib.suppress(RuntimeError):  # the store is gone: `poll` reports it if that lasts
             store = TCPStore(
                 self._address,
                 self._port,
@@ -363,15 +362,15 @@ class OtherNodes:
 
 @dataclass(frozen=True)
 class Standing:
-    """Restarts and checkpoints of a run, as known to one node or to all nodes together; or of one attempt.
+    """Restarts and checkpoints of a run or of one attempt, as known to one node or to all nodes together.
 
     Attributes:
         num_restarts: Number of restarts.
         num_in_vain: Number of restarts since the last checkpoint was committed.
-        saves: There was a `Checkpointer`. Without checkpoints a run's progress isn't known.
+        saves: Whether there was a `Checkpointer`. Without checkpoints a run's progress isn't known.
         saved_step: Step of the newest checkpoint; None: none yet.
-        has_saved: A checkpoint was committed since the last restart, perhaps before nodes joined or left without a
-            restart.
+        has_saved: Whether a checkpoint was committed since the last restart, perhaps before nodes joined or left
+            without a restart.
     """
 
     num_restarts: int = 0
@@ -409,7 +408,7 @@ class Standing:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether one more restart would be one too many."""
+        """Whether so many restarts were in vain that another is useless."""
         return self.num_in_vain >= self.MOST_IN_VAIN
 
 
@@ -418,8 +417,8 @@ def agree_on_saved(others: OtherNodes, own: Standing, *, longest_s: float) -> St
 
     Args:
         others: The other nodes.
-        own: What it has saved on this node.
-        longest_s: How long to wait for the others.
+        own: What the attempt has saved on this node.
+        longest_s: Seconds to wait for the others.
     """
     nodes = [own]
     for text in others.exchange(json.dumps(asdict(own)), longest_s=longest_s):
@@ -438,12 +437,12 @@ def agree_on_cause(
     Args:
         others: The other nodes.
         failure: The failure of this node's ranks, all of which have ended; None: none failed.
-        remote: The failure of another node that was known when this one was noticed, or None.
-        grace_s: How long to wait.
-        patience_s: How long to wait if ranks of another node are leaving, because their end decides.
+        remote: Another node's failure that was known when this node's failure was noticed, or None.
+        grace_s: Seconds to wait for another node's failure.
+        patience_s: Seconds to wait if ranks of another node are leaving, because their end decides.
 
     Returns:
-        The failure on another node that is the cause; None: it isn't known, or happened here.
+        The failure on another node that is the cause; None: the cause isn't known, or happened here.
     """
     if remote is not None or failure is None:
         return remote
@@ -461,13 +460,13 @@ def agree_on_cause(
 
 
 def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes: int) -> Standing:
-    """The run's standing from the knowledge of all nodes. Collective over nodes; all return the same.
+    """Combine the standings of all nodes. Collective over nodes; returns the same on all.
 
     Args:
         store: A store for this rendezvous only.
         own: This node's standing.
-        node_rank: This node.
-        num_nodes: All nodes of this rendezvous.
+        node_rank: This node's rank.
+        num_nodes: Number of nodes in this rendezvous.
     """
     store.set(f"evenstep/standing-{node_rank}", json.dumps(asdict(own)))
     standings = (store.get(f"evenstep/standing-{node}") for node in range(num_nodes))

@@ -1,7 +1,7 @@
-"""How the launchers of a run's nodes find each other: rendezvous handlers for torchelastic, and the store they open.
+"""How the launchers of a run's nodes find each other: rendezvous handlers for torchelastic, and their store.
 
-`OneNodeRendezvous` is for one node, `FixedNodesRendezvous` for a given number of them. A number of nodes that may
-change (`--nnodes 1:4`) is left to torch's own "c10d" rendezvous.
+`OneNodeRendezvous` is for one node, `FixedNodesRendezvous` for a fixed number of nodes. torch's own "c10d" rendezvous
+serves a number of nodes that may change (`--nnodes 1:4`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PORT = 29500  # torchrun's default
 _ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
 _POLL_S = 0.1
-_LINGER_S = 1.0  # before the store ends with its node: the others still have to read the reason
+_LINGER_S = 1.0  # time before the store ends with its node: the others still have to read the reason
 
 
 def open_store(address: str, port: int, **settings: Any) -> TCPStore:
@@ -63,9 +63,10 @@ class OneNodeRendezvous(StaticTCPRendezvous):
         run_id: Name of the run.
         port: `MASTER_PORT` of scripts; 0: a free port, a different one for every attempt.
 
-    torchelastic needs a rendezvous even for a single node. Its own opens a store that listens on every interface. This
-    one holds a dictionary, and reserves a port on which a script may open its own store. `evenstep.init` and torch's
-    `init_process_group` need no port: they meet through a file of the launcher's.
+    torchelastic needs a rendezvous even for a single node. Its own rendezvous opens a store that listens on every
+    interface. This rendezvous holds a dictionary, and reserves a port on which a script may open its own store.
+    `evenstep.init` and torch's `init_process_group` need no port: they rendezvous through a file that the launcher has
+    made.
     """
 
     def __init__(self, run_id: str, port: int = 0) -> None:
@@ -103,13 +104,13 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
     waiting node prints the nodes that it waits for.
 
     Args:
-        address: The address of the node with rank 0, which has the store.
+        address: The address of node 0, which has the store.
         port: The store's port.
         node_rank: This node.
-        num_nodes: All nodes.
+        num_nodes: Number of nodes.
         run_id: Name of the run.
-        timeout_s: How long to wait for the others.
-        may_restart: The nodes meet again after a failure, and a lost node may come back as a new process.
+        timeout_s: Seconds to wait for the others.
+        may_restart: Whether the nodes rendezvous again after a failure, and a lost node may come back as a new process.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(here, self.rank, self.world_size, info)
 
     def _find_port(self, here: Store) -> int:
-        """The port of this attempt's store: the given one at first, and then that of a new store.
+        """The port of this attempt's store: at first the given port, later the port of a new store.
 
         torch's `init_process_group` uses the same keys for all attempts: it would find the addresses of an earlier
         attempt's ranks.
@@ -170,8 +171,8 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
                     owner = network.owner_of(self.master_port) or "another process"
                     remedy = f"It is in use by {owner}: choose another --master-port."
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
-        # In a separate thread: while torch waits it reacts to no signal, and it waits for ever for a node that never
-        # answers.
+        # Connect in a separate thread: while torch waits, it reacts to no signal, and it waits for ever for a node that
+        # never answers.
         call = call_within(
             _REPORT_AFTER_S,
             lambda: TCPStore(
@@ -192,7 +193,8 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
     def _take_place(self, store: Store) -> Store:
         """Wait until node 0 begins the next round, take this node's rank in it, and return the round's store.
 
-        The round's number comes from the store, because a node that replaces a lost one doesn't know of earlier rounds.
+        The round's number comes from the store, because a node that replaces a lost node doesn't know of earlier
+        rounds.
         """
         if self.rank == 0:
             store.add("round", 1)
@@ -249,20 +251,20 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
 
 
 def bound_answers(handler: RendezvousHandler) -> None:
-    """Make a rendezvous answer torchelastic's queries soon, while ranks run and when they have ended.
+    """Make a rendezvous answer torchelastic's queries quickly, while ranks run and when they have ended.
 
-    torch's own rendezvous queries its store, and on a host that is cut off the store never answers, for any timeout:
-    the launcher could neither report the failure nor end.
+    torch's own rendezvous queries its store. On a host that is cut off, the store never answers, whatever the timeout,
+    and the launcher could neither report the failure nor end.
     """
     if isinstance(handler, StaticTCPRendezvous):
-        return  # ours query no store
+        return  # evenstep's rendezvous query no store
     bounded: Any = handler
     bounded.num_nodes_waiting = _Bounded(handler.num_nodes_waiting, otherwise=0)
     bounded.shutdown = _Bounded(handler.shutdown, otherwise=False)
 
 
 class _Bounded:
-    """A function that is called in a thread. Its answer is awaited only for a moment."""
+    """A function that is called in a thread, and whose answer is awaited only for a moment."""
 
     def __init__(self, function: Callable[[], Any], *, otherwise: object) -> None:
         self._function, self._otherwise = function, otherwise
@@ -303,8 +305,7 @@ def choose(nodes: Nodes, config: LaunchConfig) -> None:
         )
     else:
         if nodes.backend == "c10d" and network.is_own_address(nodes.host):
-            # torch compares the endpoint with the address of this host's name, which may be another one of its
-            # addresses.
+            # torch compares the endpoint with the address of this host's name, but a host may have several addresses.
             settings.setdefault("is_host", "1")
         return
     config.rdzv_backend, config.rdzv_configs = _BACKEND, {"handler": handler}

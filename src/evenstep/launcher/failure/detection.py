@@ -1,6 +1,6 @@
 """Checks of ranks from outside: each rank's state (`RankState`), and suspended and overdue ranks.
 
-`look_at` reads /proc, a process's exit status, and its heartbeat page. All decisions from that are pure.
+`look_at` reads /proc, a process's exit status, and its heartbeat page. All decisions from these are pure.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class RankState:
 
     Attributes:
         exit_code: The process's exit code, negative for a signal; None: it runs.
-        page: Its heartbeat page; None: the process hasn't written to it yet, or isn't python.
-        notes: Its notes on the page.
-        report: Its report of the error that ends it. A report from another process on this page counts only once the
-            rank's process has ended with a status other than 0. Such a report may come from a script that the user's
-            program has started, and that program's status decides whether the rank failed. Or it comes from a child
-            whose failure its parent has caught.
-        was_stopped: A signal of ours reached it while it ran.
-        is_lost: The other ranks continue without it.
+        page: The rank's heartbeat page; None: the process hasn't written to it yet, or isn't python.
+        notes: The rank's notes on its page.
+        report: The rank's report of the error that ends it. If another process has written the report to this page, it
+            counts only once the rank's process has ended with a status other than 0. Such a report may come from a
+            script that the user's program has started: then that program's status decides whether the rank failed. Or
+            it comes from a child whose failure its parent has caught.
+        was_stopped: Whether the rank received a signal from this launcher while it ran.
+        is_lost: Whether the other ranks continue without this rank.
         state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be read, or the process
             has ended.
-        resident_bytes: The memory that it holds.
-        on_core_ns: How long its main thread has used a processor in total; None if that can't be read.
+        resident_bytes: The memory that the process holds.
+        on_core_ns: Total time for which the main thread has used a processor; None if that can't be read.
     """
 
     rank: int
@@ -54,27 +54,27 @@ class RankState:
 
     @property
     def runs(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether the rank's process has not ended."""
         return self.exit_code is None
 
     @property
     def is_suspended(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Whether a signal or a debugger has stopped the rank."""
         return self.runs and self.state in ("T", "t")
 
     @property
     def is_done(self) -> bool:
-        """Whether it has reported an error, and has ended or only runs python's own end."""
+        """Whether the rank has reported an error, and has ended or only runs the interpreter's shutdown."""
         return self.report is not None and (not self.runs or (self.page is not None and self.page.is_done))
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it has left its world without an error, and still runs."""
+        """Whether the rank has left its world without an error, and still runs."""
         return self.runs and self.page is not None and self.page.phase is Phase.ENDED
 
     @property
     def end(self) -> Exit | None:
-        """How it has ended; None: it has not, or the others continue without it.
+        """How the rank has ended; None: it has not, or the others continue without it.
 
         A rank that has reported counts as failed for any exit status: it may have been stopped before its end, have an
         exit handler that ends it with status 0, or be unkillable.
@@ -87,7 +87,7 @@ class RankState:
 
 
 def look_at(rank: int, process: Child, page: Page, *, was_stopped: bool = False, is_lost: bool = False) -> RankState:
-    """Read a rank's present state. While a rank is watched only this function reads its process and page."""
+    """Read a rank's present state. While a rank is watched, only this function reads its process and page."""
     # Read the exit status before the page: a rank reports before it ends, so after the end a missing report stays
     # missing.
     code = process.poll()
@@ -118,7 +118,7 @@ class Hang:
     """A rank that makes no progress, and how long others have waited for it.
 
     Attributes:
-        late: The rank and those that wait for it, if it isn't suspended.
+        late: The rank and the ranks that wait for it, if it isn't suspended.
     """
 
     rank: int
@@ -129,12 +129,12 @@ class Hang:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether a signal has stopped it. Otherwise it runs, but doesn't reach the point where others wait."""
+        """Whether a signal has stopped the rank. Otherwise it runs, but doesn't reach the point where others wait."""
         return self.late is None
 
     @property
     def verdict(self) -> str:
-        """The verdict to print after it was given up."""
+        """The verdict to print after the rank was given up."""
         if self.late is None:
             return f"{self}. It was not continued, so the run was ended"
         return f"{self}. This is longer than allowed in this phase ({self.late.limit_s:g} s), so the run was ended"
@@ -150,10 +150,10 @@ class StopWatch:
     """Notices ranks that a signal has stopped. They are named after a while, and given up later.
 
     Args:
-        report_after_s: When to name a rank.
-        grace_s: When to give a rank up; until then a user may continue it. A rank that a debugger has stopped is never
-            given up.
-        follows: Describes what then happens to a rank, for messages.
+        report_after_s: Seconds after which to name a rank.
+        grace_s: Seconds after which to give a rank up; until then a user may continue it. A rank that a debugger has
+            stopped is never given up.
+        follows: Returns what happens when a rank is given up, for messages.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class StopWatch:
         self.resident_bytes: dict[int, int] = {}  # by rank, at the last check
 
     def poll(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
-        """(Lines to print, the rank that is given up or None).
+        """Returns (lines to print, the rank to give up or None).
 
         Args:
             now: Seconds on any clock that doesn't stop.
@@ -206,15 +206,15 @@ class StopWatch:
 def find_overdue(
     pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int, margin_s: float = 5.0
 ) -> Hang | None:
-    """A rank to give up, because others wait for it longer than its phase allows. `HangWatch` names it. Pure.
+    """Find a rank to give up, because others wait for it longer than its phase allows. `HangWatch` names it. Pure.
 
     The ranks have their own deadlines, with more detailed errors. This deadline is for ranks that can't raise any more.
 
     Args:
-        pages: Pages by rank, of ranks that run and aren't suspended.
+        pages: Pages of ranks that run and aren't suspended, by rank.
         timeouts: The time that each phase allows.
         now_ns: Monotonic time.
-        margin_s: How much later than that time a rank is given up, so that the ranks' own deadlines come first.
+        margin_s: Seconds to add to that time, so that the ranks' own deadlines come first.
     """
     over = [each for each in find_awaited(pages, timeouts, now_ns=now_ns) if each.overdue_s > margin_s]
     late = min(over, key=lambda each: each.seen.time_ns, default=None)
@@ -225,7 +225,7 @@ class Ends:
     """Notices the ends of processes: at once if the kernel has pidfds, else after a wait.
 
     Args:
-        pids: Children of this process, none of which has been waited for.
+        pids: Children of this process that nobody has waited for.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -239,12 +239,12 @@ class Ends:
             self._poll = None
 
     def wait(self, longest_s: float) -> None:
-        """Return when one of them has ended, or after the given time."""
+        """Return when a process has ended, or after the given time."""
         if self._poll is None:
             time.sleep(longest_s)
             return
         for fd, _ in self._poll.poll(longest_s * 1000):
-            self._poll.unregister(fd)  # else it would end every later wait at once
+            self._poll.unregister(fd)  # else every later wait would return at once
 
     def close(self) -> None:
         """Close the descriptors of the processes."""
@@ -253,7 +253,7 @@ class Ends:
 
 
 def count_memory_kills() -> int | None:
-    """How many processes the kernel has killed for memory since it started; None if that can't be read."""
+    """Number of processes that the kernel has killed for memory since it booted; None if that can't be read."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -5,16 +5,16 @@
 The heartbeat page of a program that never imports evenstep shows only its optimizer's steps. Nothing in the program is
 patched for this, and nothing is added to its step. The launcher checks three things instead:
 
-- the page: since when is it unchanged, and how long is the rank's median step?
+- the page: how long has it been unchanged, and how long is the rank's median step?
 - the kernel: has the rank's main thread used a processor? A rank that waits in a collective of Gloo uses none.
 - the stacks: faulthandler writes them when it gets a signal, even while the interpreter lock is held. The signal is
-  sent only when a rank has not stepped for too long and hardly uses the processor (or may have a GPU), and then less
-  and less often: a signal interrupts a sleep in C code that may not expect it.
+  sent only if a rank has not stepped for too long and hardly uses the processor (or may have a GPU), and then less and
+  less often: a signal interrupts a sleep in C code that may not expect it.
 
 A rank *waits* if its stack shows a wait and it has used no processor since. If waiting uses the processor (for a GPU,
-in the rendezvous) three checks must find the same stack. A rank that doesn't wait while others do is *missing*. It is
-named once, and again when it has come. If it has come by itself, a later wait at the same place is reported after twice
-the time.
+in the rendezvous), three checks must find the same stack. A rank that doesn't wait while others do is *missing*. It is
+named once, and again when it has arrived. If it arrives by itself, a later wait at the same place is reported only
+after twice the time.
 
 Everything here is pure: `stacks.StackRequest` sends the signal, and `ground.host.processes` reads /proc.
 """
@@ -34,20 +34,20 @@ from evenstep.launcher.failure.detection import RankState
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
 
 DEFAULT_AFTER_S = 10.0
-_NUM_STEPS = 10  # a rank is named after this many median step times without a step
+_NUM_STEPS = 10  # a missing rank is named after this many median step times without a step
 _STEPS_KEPT = 64
-_RUNS_NS = 50_000  # a thread that has used the processor for longer has made progress
-_QUIET = 0.1  # of a processor: a rank that uses more is computing
+_RUNS_NS = 50_000  # a thread that has used the processor for longer than this has made progress
+_QUIET = 0.1  # of a processor's time: a rank that uses more is computing
 _MOST_EXCUSED = 8
 _FRESH_S = 2.0
-_SURE_AFTER = 3  # checks
+_SURE_AFTER = 3  # checks with the same stack
 _LOOKS_AT = (0.5, 0.75, 1.0)  # times of checks, relative to the time after which a rank is named; then 2, 4, ...
-_SAME_CALL = 6.0  # times as long: a slow network is no hang
+_SAME_CALL = 6.0  # longer if all wait in the same call: a slow network is no hang
 _CONFIRM_NS = 500_000_000  # within this time a rank that raises would have ended
 _MOST_STACKS = 3
 _MOST_SITES = 6
 _MOST_SENT = 64  # ranks of a node that are reported to other nodes
-_MOST_TEXT = 3000  # characters, of a stack
+_MOST_TEXT = 3000  # characters of a stack
 UNDER_NO_IF = "Collective calls (world.mean, a save) must not be inside an `if` that is true only on some ranks."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
 
@@ -58,17 +58,17 @@ class RankView:
 
     Attributes:
         step: Number of steps that it has finished.
-        call: The call in which it waits; "": it doesn't wait.
-        is_idle: It used no processor since the last check.
-        is_sure: Enough checks have confirmed this.
-        waited_s: How long it has waited.
+        call: The call in which the rank waits; "": it doesn't wait.
+        is_idle: Whether the rank used no processor since the last check.
+        is_sure: Whether enough checks have confirmed that it waits, or doesn't.
+        waited_s: How long the rank has waited.
         allowed_s: After this time the missing ranks are reported.
-        phase: Its activity, in words.
-        patience: How many times `allowed_s` this activity may take.
-        site: Its line in the user's code.
-        stack: Its stack.
-        limit_s: After this time the run is ended because of it; None: never.
-        where: A description of its node, if it is another one.
+        phase: The rank's activity, in words.
+        patience: The factor by which this activity may take longer than `allowed_s`.
+        site: The rank's line in the user's code.
+        stack: The rank's stack.
+        limit_s: After this time the run is ended because of this rank; None: never.
+        where: A description of the rank's node, if it is another node.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class HeldUp:
-    """Ranks that wait, and the missing ranks that they wait for. If none is missing they wait for each other."""
+    """Ranks that wait, and the missing ranks for which they wait. If none is missing, they wait for each other."""
 
     missing: tuple[RankView, ...]
     waiting: tuple[RankView, ...]
@@ -109,7 +109,7 @@ class HeldUp:
 
     @property
     def key(self) -> tuple[frozenset[int], frozenset[str]]:
-        """Which ranks are missing, and where the others wait."""
+        """The missing ranks, and the places where the others wait."""
         return frozenset(view.rank for view in self.missing), frozenset(view.site for view in self.waiting)
 
 
@@ -121,7 +121,7 @@ def find_held_up(
     Args:
         views: The states of ranks on all nodes.
         num_ranks: Number of all ranks: they wait for each other only if all are known to wait.
-        longer: By `HeldUp.key`, a longer allowed time in seconds, because the same wait has ended by itself before.
+        longer: Longer allowed times in seconds, by `HeldUp.key`, because the same wait has ended by itself before.
     """
     views = sorted(views, key=lambda view: (view.step, view.rank))
     waiting = tuple(view for view in views if view.call and view.is_sure)
@@ -179,7 +179,7 @@ def describe_held_up(found: HeldUp) -> list[str]:
 
 
 def describe_arrival(found: HeldUp, waited_s: float) -> str:
-    """The line that is printed when those that waited go on. Pure."""
+    """The line that is printed when the ranks that waited go on. Pure."""
     if not found.missing:
         return f"the ranks that waited for each other go on, after {waited_s:.0f} s"
     names = " and ".join(view.name for view in found.missing[:_MOST_STACKS])
@@ -203,7 +203,7 @@ def _ranks(views: Sequence[RankView]) -> str:
 
 
 def _numbers(ranks: Iterable[int]) -> str:
-    """ "rank 0", or "ranks 0-2, 5"."""
+    """Numbers of ranks in words: "rank 0", or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -244,21 +244,21 @@ class _Track:
     used: tuple[int, int] = (0, 0)  # (time, processor time used until then)
     stepped: tuple[int, int] = (0, 0)
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    num_polls: int = 0  # since the page changed
+    num_polls: int = 0  # number of polls since the page changed
     looked_ns: int = 0
     streak: int = 0
     place: Place | None = None
 
 
 class HangWatch:
-    """Names the rank that others wait for, once, and again when it has come. Only reports.
+    """Names the rank for which others wait, once, and again when it has arrived. Only reports.
 
     Args:
-        after_s: How long others wait before it is named, or ten of their steps, if that is longer; inf: no rank is
-            named.
-        timeouts: When a rank that uses evenstep is given up.
+        after_s: Seconds for which others wait before a rank is named, or ten of their steps if that is longer; inf: no
+            rank is named.
+        timeouts: The limits after which a rank that uses evenstep is given up.
         num_ranks: Number of the run's ranks.
-        may_have_gpus: Ranks that wait may use the processor.
+        may_have_gpus: Whether ranks may have GPUs, so that waiting may use the processor.
     """
 
     def __init__(self, *, after_s: float, timeouts: PhaseTimeouts, num_ranks: int, may_have_gpus: bool = False) -> None:
@@ -271,7 +271,7 @@ class HangWatch:
         self._num_excused = 0  # checks at which ranks may have run only because of the request for stacks
         self._event: HeldUp | None = None
         self._unshown: set[int] = set()  # ranks that were named without their stacks
-        self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may say more
+        self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may show the cause
         self._longest_s = 0.0
         self._moved_ns: int | None = None
         self._longer: dict[object, float] = {}
@@ -293,7 +293,7 @@ class HangWatch:
 
         Args:
             now_ns: The time.
-            others: What other nodes have published.
+            others: Views that other nodes have published.
         """
         allowed_ns = self._allowed_s() * 1e9
         if now_ns - self._looked_ns < min(1e9, allowed_ns / 8):
@@ -313,7 +313,7 @@ class HangWatch:
                 return True
         stalled_ns = now_ns - track.changed_ns
         quiet_ns = 0 if track.quiet_since_ns is None else now_ns - track.quiet_since_ns
-        waits = track.seen.page is not None and track.seen.page.waiting_since_ns is not None  # according to its page
+        waits = track.seen.page is not None and track.seen.page.waiting_since_ns is not None  # by the rank's page
         idle_ns = 0 if track.idle_since_ns is None else now_ns - track.idle_since_ns
         is_idle = waits or (idle_ns > 0 and idle_ns >= min(quiet_ns, stalled_ns) / 2)
         if not self._may_have_gpus and (quiet_ns < allowed_ns / 4 or (is_idle and stalled_ns < allowed_ns)):
@@ -325,11 +325,11 @@ class HangWatch:
         self._num_excused = _MOST_EXCUSED
 
     def read(self, now_ns: int, stacks: Mapping[int, str], *, with_gpu: Iterable[int] = ()) -> None:
-        """Note the stacks of ranks, as they were just now.
+        """Record the stacks of ranks at this time.
 
         Args:
             now_ns: The time.
-            stacks: By rank, what faulthandler has written; a rank that has not answered is missing.
+            stacks: Text that faulthandler has written, by rank; ranks that have not answered are left out.
             with_gpu: Ranks that have a GPU open.
         """
         allowed_ns = self._allowed_s() * 1e9
@@ -359,7 +359,7 @@ class HangWatch:
 
         Args:
             now_ns: The time.
-            others: What other nodes have published.
+            others: Views that other nodes have published.
         """
         views = {view.rank: view for view in (*others, *self.views(now_ns))}
         lines = self._follow_event(now_ns, views)
@@ -392,7 +392,7 @@ class HangWatch:
         return found.key[0] <= self._event.key[0]
 
     def _follow_event(self, now_ns: int, views: Mapping[int, RankView]) -> list[str]:
-        """The line that the ranks continue, if they do."""
+        """The line that the ranks continue; empty if they don't."""
         event = self._event
         if event is None:
             return []
@@ -409,13 +409,13 @@ class HangWatch:
         return [describe_arrival(event, self._longest_s)] if self._was_said(event) else []
 
     def _show_late_stacks(self, views: Mapping[int, RankView]) -> list[str]:
-        """The stacks of ranks that hadn't answered when they were named, which may take a while on a busy node."""
+        """The stacks of named ranks that have answered only now: on a busy node that may take a while."""
         late = [views[rank] for rank in sorted(self._unshown) if rank in views and views[rank].stack]
         self._unshown -= {view.rank for view in late}
         return [f"rank {view.rank} is here:\n{view.stack}" for view in late]
 
     def _was_said(self, event: HeldUp) -> bool:
-        """Whether this watch has to name the missing rank: `StopWatch` names suspended ranks."""
+        """Whether this watch prints an event: `StopWatch` names suspended ranks."""
         own = self._tracks.keys()
         return not event.missing or not all(view.is_suspended and view.rank in own for view in event.missing)
 
@@ -427,7 +427,8 @@ class HangWatch:
         step, at_ns = track.stepped
         if page.step > step:
             if step and page.stepped_ns > at_ns:
-                # Count each step: between two checks there may be many steps, and ranks may have waited in only one.
+                # Count each step: between two checks there may be many steps, and ranks may have waited in only one of
+                # them.
                 num_steps = page.step - step
                 each_s = (page.stepped_ns - at_ns) / 1e9 / num_steps
                 track.steps_s.extend([each_s] * min(num_steps, _STEPS_KEPT))
@@ -490,7 +491,7 @@ class HangWatch:
         )
 
     def _limit_s(self, page: Heartbeat) -> float | None:
-        """When `find_overdue` gives the rank up, if others of this node wait for it in evenstep's own collectives."""
+        """When `find_overdue` gives the rank up, if others of this node wait for it in evenstep's collectives."""
         pages = (track.seen.page for track in self._tracks.values())
         waits = any(each is not None and each.waiting_since_ns is not None for each in pages)
         return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None

@@ -1,4 +1,4 @@
-"""What the launcher prints when a rank has failed: its traceback and, in the last line, which rank it was. Pure."""
+"""The launcher's text about a failure: the rank's traceback and, in the last line, which rank it was. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, UNDER_NO_IF
 
-# The form in which our `CollectiveTimeoutError` names the ranks that it has waited for.
+# The form in which `CollectiveTimeoutError` names the missing ranks.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
 _MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?[^)]*\)")
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
 
-_MAX_NAMES = 8  # so that the line stays short for any number of ranks
+_MAX_NAMES = 8  # the most ranks to name: the line stays short for any number of ranks
 
 _UNEVEN = (
     "Give all ranks equally many steps, as evenstep.DataLoader(global_batch_size=...) does, or let those that are "
@@ -38,7 +38,7 @@ class RemoteFailure:
     Attributes:
         text: The message to print.
         status: The run's exit status for this failure.
-        state: Where the root cause was, and which ranks waited; "" if that isn't known.
+        state: Where the rank of the root cause was, and which ranks waited; "" if that isn't known.
     """
 
     text: str
@@ -48,26 +48,27 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class Failure:
-    """One attempt that failed.
+    """The failure of one attempt.
 
     Attributes:
-        attempt: 0 for the first attempt.
+        attempt: Number of the attempt, from 0.
         root_cause: The rank that failed first or, if all failures are secondary, the first rank to report one.
-        report: That rank's own report, if it left one.
-        only_secondary: Ranks of this node have only lost a peer, which left silently, hangs, or is on another node.
+        report: The report of the rank that failed first, if it left one.
+        only_secondary: Whether ranks of this node have only lost a peer, which left silently, hangs, or is on another
+            node.
         exits: How the ranks of this node ended.
         reports: The reports of the ranks of this node.
         hang: A rank that was given up and killed.
-        remote_failure: Another node's published failure, or its loss: this is then the cause.
+        remote_failure: The cause, if it is another node's published failure, or the loss of a node.
         stacks: Stacks of ranks that reported nothing and still ran at the end.
         pages: The ranks' heartbeat pages when the failure was noticed.
-        on_other_nodes: The activity of other nodes' ranks at that time, a line per node, from the node's last
-            heartbeat.
+        on_other_nodes: The activity of other nodes' ranks when the failure was noticed, a line per node.
         resident_bytes: The memory that each rank held when it was last checked.
-        num_memory_kills: Number of processes that the kernel killed for memory meanwhile; None if that isn't known.
+        num_memory_kills: Number of processes that the kernel killed for memory during the attempt; None if that isn't
+            known.
         noticed_ns: When the failure was noticed (monotonic).
-        was_stopping: Ranks had agreed to save and stop, on request. Or another node's launcher was asked to stop, and
-            the run can't continue without that node.
+        was_stopping: Whether ranks had agreed to save and stop, on request; or another node's launcher was asked to
+            stop, and the run can't continue without that node.
     """
 
     attempt: int
@@ -88,7 +89,7 @@ class Failure:
 
     @property
     def left(self) -> list[Exit]:
-        """The ranks that ended, or left their process group, early and without an error, if others only lost a peer."""
+        """Ranks that ended, or left their process group, early and without an error; if others only lost a peer."""
         reporting = {each.rank for each in self.reports}
         gone = {rank for rank, seen in self.pages.items() if seen.phase is Phase.ENDED} - reporting
         ended = [
@@ -106,7 +107,7 @@ class Failure:
 
 
 def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
-    """The failure with its root cause; None if no rank failed."""
+    """Make a failure with its root cause; None if no rank failed."""
     root_cause = choose_root_cause(exits, reports)
     if root_cause is None:
         return None
@@ -118,8 +119,8 @@ def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt
 def status_of(failure: Failure) -> int:
     """The run's exit status. Pure.
 
-    The root cause's own status; 72 if a rank left early and the others only lost it; 71 if a rank was given up; 76 if
-    nothing is known but the loss of a peer.
+    It is the root cause's own status; 72 if a rank left early and the others only lost it; 71 if a rank was given up;
+    76 if only the loss of a peer is known.
     """
     if failure.remote_failure is not None:
         return failure.remote_failure.status
@@ -147,16 +148,16 @@ def describe_failure(
     Args:
         failure: The failure.
         run: The run, attempt and host to name, or "".
-        num_nodes: Nodes of the run; the failure is one node's.
-        log: The root cause's log file; "" if it wrote to the terminal.
+        num_nodes: Number of nodes in the run; the failure is one node's.
+        log: The log file of the rank that failed first; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
-        other_logs: Directory of the logs; None if it has no other logs.
+        other_logs: Directory of the other ranks' logs; None if there are none.
         saved_step: Step of the run's newest checkpoint or local copies; None: none is known.
     """
     root_cause, report = failure.root_cause, failure.report
     who = f"rank {root_cause.rank} (pid {root_cause.pid})"
     lines = []
-    # If all ranks made the same mistake their places and other output add nothing.
+    # If all ranks made the same mistake, their positions and other output add nothing.
     if run and not failure.is_shared:
         lines += [f"evenstep: {run}: {state}"] if (state := state_of(failure)) else []
         lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
@@ -191,7 +192,7 @@ def describe_failure(
                 hint = "the ranks of this node only lost another rank; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
             verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
-        if not failure.left:  # else the verdict names the place where it waited
+        if not failure.left:  # else the verdict names the place where the rank waited
             lines.append(report.traceback)
         lines += [f"evenstep: {line}" for line in verdict]
     return "\n".join(lines)
@@ -267,7 +268,7 @@ def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str
 
 
 def state_of(failure: Failure) -> str:
-    """Where the root cause was, and which ranks waited; "" before the first step, or if pages don't show it. Pure."""
+    """Where the failed rank was, and which ranks waited; "" before the first step, or if pages don't show it. Pure."""
     if failure.remote_failure is not None:
         return failure.remote_failure.state
     found = failure.root_cause if failure.hang is None else failure.hang
@@ -285,7 +286,7 @@ def state_of(failure: Failure) -> str:
 
 
 def _memory(failure: Failure) -> str:
-    """After SIGKILL: whether the kernel killed it for memory, and how much memory each rank held."""
+    """After SIGKILL: whether the kernel killed the process for memory, and how much memory each rank held."""
     if failure.root_cause.exit_code != -signal.SIGKILL:
         return ""
     why = ": out of memory, or killed from outside"
@@ -312,7 +313,7 @@ def _still_running(failure: Failure) -> list[str]:
 
 
 def _missing(report: CrashReport) -> dict[int, re.Match[str]]:
-    """The ranks that a secondary failure has waited for, if its message names them."""
+    """The ranks for which a rank with a secondary failure has waited, if its message names them."""
     named = _MISSING.search(report.summary)
     return {int(found["rank"]): found for found in _MISSING_RANK.finditer(named[1])} if named else {}
 
@@ -333,13 +334,13 @@ class StopPolicy:
     """How ranks are watched, and how the others are stopped once one has failed.
 
     Attributes:
-        grace_s: How long the others may end by themselves and report why, while only secondary failures are known.
-        evident_grace_s: The same once the root cause is known.
+        grace_s: While only secondary failures are known: how long the others may end by themselves and report why.
+        evident_grace_s: Like `grace_s`, once the root cause is known.
         terminate_s: Time from the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
         node_timeout_s: How long another node may be silent before it is lost.
         poll_every_s: Time between two checks of running ranks. The end of a rank is noticed at once.
-        save_s: Time from a stop signal to SIGKILL for ranks that save then. A second signal ends it at once.
+        save_s: Time from a stop signal to SIGKILL for ranks that save on it. A second signal ends this time at once.
         name_after_s: See `HangWatch`.
         num_workers: Number of workers, with parameter servers; see `verdict.find_lost`.
     """
@@ -362,7 +363,7 @@ class StopPolicy:
 def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:
     """Whether the root cause is known: a rank that has reported, or died silently.
 
-    Else all failures so far are secondary.
+    Otherwise all failures so far are secondary.
     """
     reporting = {report.rank for report in reports}
     died_silently = any(
@@ -372,7 +373,7 @@ def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:
 
 
 def describe_exit(exit_code: int, *, guess: bool = True) -> str:
-    """How a process without a report ended, in words. Includes a guess of the reason if nothing better is known."""
+    """How a process without a report ended, in words; with `guess`, including a guess of the reason."""
     if exit_code >= 0:
         return f"exited with status {exit_code}"
     try:

@@ -1,8 +1,8 @@
-"""What a rank is doing, read from the python stacks that faulthandler has written. Pure, except `StackRequest`.
+"""A rank's activity, read from the python stacks that faulthandler has written. Pure, except `StackRequest`.
 
 A rank waits for other ranks if its innermost python frame is in torch's distributed modules, or in a backward pass that
 uses no processor, or if its line calls `wait` on a collective's handle. A rank with a GPU also waits if its line reads
-a number from the GPU: that is only possible after the collectives before it.
+a number from the GPU: the GPU first completes the collectives before it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _THREAD = re.compile(r"^(?:Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+|Stack \
 _DISTRIBUTED = ("distributed/", "nn/parallel/distributed.py")
 _NOT_WAITING = ("distributed/checkpoint/", "distributed/elastic/")
 _ENGINE = "_engine_run_backward"  # python's last frame in a backward pass
-_PASSED_OVER = ("_ops.py", "_compile.py")  # skipped: python calls operators through these files
+_PASSED_OVER = ("_ops.py", "_compile.py")  # frames to skip: python calls operators through these files
 _WRAPPERS = re.compile(r"wrapper|_wrapped_call_impl|_call_impl|inner|_fn|decorate_context|__call__|_.*")
 _WAITS = re.compile(r"\.wait\(|wait_tensor")
 _READS_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
 LOADING = "loading data"
-# By part of the name of one of torch's files: a rank's activity in that file. The innermost frame counts.
+# A rank's activity in one of torch's files, by a part of the file's name. The innermost frame decides.
 _PHASES = (
     ("utils/data/", LOADING, 1.0),
     ("_dynamo/", "compiling", 6.0),
@@ -61,7 +61,7 @@ class Frame:
     function: str
 
     def in_torch(self) -> str:
-        """Its file, relative to torch's folder; "" if it is elsewhere."""
+        """The frame's file, relative to torch's folder; "" if it is elsewhere."""
         return self.file.removeprefix(TORCH).replace(os.sep, "/") if self.file.startswith(TORCH) else ""
 
     def __str__(self) -> str:
@@ -70,13 +70,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The position of a rank in its code.
 
     Attributes:
-        call: The call in which it waits, such as "barrier"; "": it doesn't wait.
-        is_for_device: It waits for its GPU, and through that for other ranks.
-        phase: Its activity, in words; "": the stack doesn't show it.
-        patience: How many times longer than usual this activity may take.
+        call: The call in which the rank waits, such as "barrier"; "": it doesn't wait.
+        is_for_device: Whether the rank waits for its GPU, which waits for other ranks.
+        phase: The rank's activity, in words; "": the stack doesn't show it.
+        patience: The factor by which this activity may take longer than usual.
         site: The innermost line of the user's code, with its text; "": there is none.
         stack: The frames from the script on, the innermost last.
     """
@@ -102,10 +102,10 @@ def parse_stacks(text: str) -> list[list[Frame]]:
 
 
 class StackRequest:
-    """Stacks that were requested by a signal. `is_complete` returns whether they have been written.
+    """Stacks that were requested by a signal.
 
     Args:
-        processes: (pid, the file that it writes to), by rank. Processes that don't handle the signal are left out.
+        processes: (pid, the file to which it writes), by rank. Processes that don't handle the signal are left out.
     """
 
     def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
@@ -113,14 +113,14 @@ class StackRequest:
         self._begins: dict[int, tuple[Path, int]] = {}
         self._sizes: dict[int, int] = {}
         for rank, (pid, path) in processes.items():
-            # Other processes would die of the signal: a script may have become another program.
+            # A process without a handler would die of the signal: a script may have become another program.
             if handles_signal(pid, STACK_SIGNAL):
                 self._begins[rank] = (path, path.stat().st_size)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
 
     def is_complete(self) -> bool:
-        """Whether all have written and no file has grown since the last call, or too much time has passed."""
+        """Whether all stacks have been written (no file has grown since the last call), or too much time has passed."""
         sizes = {rank: path.stat().st_size for rank, (path, _) in self._begins.items()}
         is_still = sizes == self._sizes and all(sizes[rank] > begin for rank, (_, begin) in self._begins.items())
         self._sizes = sizes
@@ -153,9 +153,9 @@ def place_of(
     """Where a rank is, according to its stacks.
 
     Args:
-        threads: As `parse_stacks` returns them.
-        is_idle: Its main thread uses no processor.
-        has_gpu: It has opened a GPU.
+        threads: The result of `parse_stacks`.
+        is_idle: Whether the rank's main thread uses no processor.
+        has_gpu: Whether the rank has opened a GPU.
         source: Returns the text of a line of a file.
     """
     if not threads:
@@ -164,8 +164,8 @@ def place_of(
     if not frames:
         return Place()
     if frames[0].function == _ENGINE:
-        # The GPU's part of the backward pass runs in a thread that python hasn't started. A hook that hangs there
-        # differs from a rank that waits.
+        # The GPU's part of the backward pass runs in a thread that python hasn't started. A rank with a hanging hook
+        # there doesn't wait for other ranks.
         hooks = [
             each for each in threads[:-1] if each[-1].function != "_bootstrap" and any(is_users(f.file) for f in each)
         ]
@@ -184,7 +184,7 @@ def place_in_worker(
 ) -> Place | None:
     """Where a loader's worker is in the user's code; None if it isn't in the user's code.
 
-    Below its own frames a forked worker has the frames that its rank had at the fork.
+    Below its own frames, a forked worker's stack has the frames that its rank had at the fork.
     """
     frames = [*itertools.takewhile(lambda frame: frame.function != "_bootstrap", threads[-1])] if threads else []
     if not any(is_users(frame.file) for frame in frames):
@@ -193,7 +193,7 @@ def place_in_worker(
 
 
 def without_machinery(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames without those that started the script: evenstep's launcher, and the frames below it."""
+    """Leave out the frames that started the script: evenstep's launcher, and the frames below it."""
     ends = [number for number, each in enumerate(frames) if each.file.startswith(f"{PACKAGE}launcher{os.sep}")]
     return list(frames[: ends[0]] if ends else frames)
 
@@ -202,7 +202,7 @@ def _call(frames: Sequence[Frame], text: str, *, is_idle: bool, has_gpu: bool) -
     """(The call in which a rank waits, whether it waits for its GPU).
 
     Args:
-        text: The line of its innermost frame, if that is the user's code.
+        text: The line of the innermost frame, if that is the user's code.
     """
     if text:
         if is_idle and _WAITS.search(text):
@@ -225,7 +225,7 @@ def _call(frames: Sequence[Frame], text: str, *, is_idle: bool, has_gpu: bool) -
         made = "DistributedDataParallel()" if "nn/parallel/" in torchs[-1].in_torch() else "a constructor"
         return made, False
     name = next((name for name in reversed(names) if not _WRAPPERS.fullmatch(name)), names[-1])
-    return name.removeprefix("pre_").removeprefix("post_"), False  # FSDP's names
+    return name.removeprefix("pre_").removeprefix("post_"), False  # names of FSDP's functions
 
 
 def _phase(frames: Sequence[Frame]) -> tuple[str, float]:
@@ -256,7 +256,7 @@ class WorkerStacks:
     """Reads the stacks of a loader's workers, one after the other, because they all write to their rank's file."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # the last number: tries that are left
+        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # the last number: remaining tries
         self._asked: tuple[int, int, Path, int] | None = None
         self._request = StackRequest({})
 

@@ -2,10 +2,10 @@
 
 [Note: how an attempt ends]
 
-`judge` returns the first matching row of one of two tables. While no failure is known the ranks are left alone, until
-one has failed or is given up, all have ended, one doesn't end although others have saved, or a node has failed or wants
-to join. Once a failure is known, the others may end by themselves and report why, because the first rank to end needn't
-be the first that failed: for a moment if the root cause is evident, for longer if all reports only name a lost peer.
+`judge` returns the first matching row of one of two tables. While no failure is known, the ranks go on until one has
+failed or is given up, all have ended, one doesn't end although others have saved, or a node has failed or wants to
+join. Once a failure is known, the others get time to end by themselves and report why, because the first rank to end
+needn't be the first that failed: a moment if the root cause is evident, longer if all reports only name a lost peer.
 Then they are stopped.
 
 `elastic/attempt.py` carries out the result, and checks the ranks again.
@@ -25,7 +25,7 @@ from evenstep.launcher.failure.report import StopPolicy, is_evident
 
 
 class Step(enum.Enum):
-    """The next action."""
+    """The next action of the launcher."""
 
     WAIT = "until the next look"
     LEAVE_BEHIND = "kill the ranks that don't end, and go on without them: no failure"
@@ -49,13 +49,13 @@ class Situation:
 
     Attributes:
         states: The states of this node's ranks, except those that the run has lost.
-        policy: How long to wait.
+        policy: The policy, which says how long to wait.
         now_ns: The time at which the states were read.
         saved_ns: When a rank was first found to have saved and ended; None: no rank has.
         failed_ns: When the attempt's failure was noticed; None: it hasn't failed.
-        is_given_up: A rank of this node was given up.
-        failed_elsewhere: A failure on another node is known, or another node is lost.
-        new_node_waits: A new node waits to join.
+        is_given_up: Whether a rank of this node was given up.
+        failed_elsewhere: Whether a failure on another node is known, or another node is lost.
+        new_node_waits: Whether a new node waits to join.
     """
 
     states: Sequence[RankState]
@@ -69,7 +69,7 @@ class Situation:
 
     @property
     def codes(self) -> set[int | None]:
-        """How the ranks have ended; None for a rank that runs."""
+        """The ranks' exit codes; None for a rank that runs."""
         return {each.exit_code for each in self.states}
 
     def since_s(self, then_ns: int | None) -> float:
@@ -78,7 +78,7 @@ class Situation:
 
 
 def judge(seen: Situation) -> Step | End:
-    """The action of the first row that matches."""
+    """The action in the first matching row of the table."""
     rows = _WHILE_ALL_IS_WELL if seen.failed_ns is None else _ONCE_IT_HAS_FAILED
     return next(step for holds, step in rows if holds(seen))
 
@@ -88,16 +88,16 @@ def _has_failed(seen: Situation) -> bool:
 
 
 def _has_told(seen: Situation) -> bool:
-    """A rank has reported an error and is done, or its end takes too long because of a thread or an exit handler."""
+    """Whether a rank has reported an error and ended, or a thread or exit handler delays its end for too long."""
     longest_s = seen.policy.terminate_s
     told = (each for each in seen.states if each.report is not None)
     return any(each.is_done or (each.report and seen.since_s(each.report.time_ns) > longest_s) for each in told)
 
 
 def _is_late(seen: Situation) -> bool:
-    """A rank is late after others have saved.
+    """Whether a rank is late to end after others have saved.
 
-    Ranks agree on a step before they leave, so all should end within moments.
+    Ranks agree on the step of the save, so all should end within moments.
     """
     return None in seen.codes and seen.since_s(seen.saved_ns) > seen.policy.terminate_s
 
@@ -107,7 +107,7 @@ def _only_end(seen: Situation) -> bool:
 
 
 def _is_leaving(seen: Situation) -> bool:
-    """A rank has left its world without an error but early. How it ends decides which rank is the root cause."""
+    """Whether a rank has left its world early, without an error. How it ends decides which rank is the root cause."""
     return any(each.is_leaving for each in seen.states) and seen.since_s(seen.failed_ns) < seen.policy.terminate_s
 
 
@@ -120,7 +120,7 @@ _WHILE_ALL_IS_WELL: Sequence[_Row] = (
     (_is_late, Step.LEAVE_BEHIND),
     (lambda seen: None in seen.codes, Step.WAIT),
     (lambda seen: seen.codes == {EXIT_PREEMPTED}, End.SAVED),
-    (lambda seen: EXIT_PREEMPTED in seen.codes, Step.NOTICE),  # while others have ended without a save
+    (lambda seen: EXIT_PREEMPTED in seen.codes, Step.NOTICE),  # some ranks have saved, others have ended without a save
     (lambda seen: True, End.WELL),
 )
 _ONCE_IT_HAS_FAILED: Sequence[_Row] = (
@@ -151,7 +151,7 @@ def reports_of(states: Iterable[RankState]) -> list[CrashReport]:
 
 
 def find_lost(states: Iterable[RankState], num_workers: int) -> list[RankState]:
-    """The ranks that the others continue without: workers that a signal has killed, while another worker is left.
+    """The ranks without which the others continue: workers that a signal has killed, while another worker is left.
 
     Args:
         states: The states of ranks that were not lost before.

@@ -1,4 +1,4 @@
-"""The command line of `evenstep run`: our own parser for our flags; torchrun's other flags are passed on to torch."""
+"""The command line of `evenstep run`: a parser for evenstep's flags; torchrun's other flags are passed on to torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ exit status: 0 if all ranks ended well, else the status of the rank that failed 
 130 after Ctrl-C; 75 if the run was asked to stop and has saved a checkpoint; 71 if a rank didn't come in time, 72 if
 ranks disagree, 73 for NaN or drift, 74 for a checkpoint, 76 if a host is lost; 78 if the command is wrong."""
 
-# torchrun's flags that we neither read nor give another default: those with a value, and those without. A flag that
-# isn't in this list is passed on, too, if it is written --flag=value.
+# torchrun's flags that evenstep neither reads nor gives another default: flags with a value, and flags without. A flag
+# that isn't in this list is passed on, too, if it is written --flag=value.
 _PASSED_ON = (
     "--role",
     "--start-method",
@@ -75,7 +75,7 @@ _LAUNCHERS_ALONE = (
 
 
 class _Parser(ArgumentParser):
-    """Reports a wrong command line as one of our errors. argparse would print the usage and exit with 2."""
+    """Reports a wrong command line as a `ConfigurationError`. argparse would print the usage and exit with 2."""
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
@@ -84,7 +84,7 @@ class _Parser(ArgumentParser):
 
 
 def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
-    """The parser of our own flags, and of torchrun's that we read or give another default.
+    """The parser of evenstep's flags, and of torchrun's flags that evenstep reads or gives another default.
 
     Args:
         allow_abbrev: Accept abbreviated flags, if they are unambiguous.
@@ -99,7 +99,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         add_help=False,
     )
     parser.add_argument("training_script", metavar="script", help="What every rank runs.")
-    # Before python 3.13 argparse also requires it, under a name that isn't in the help.
+    # Before python 3.13 argparse also requires this argument, under a name that isn't in the help.
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=SUPPRESS).required = False
 
     add = _adder(parser, "most used")
@@ -341,7 +341,8 @@ def _adder(parser: ArgumentParser, title: str, description: str | None = None) -
     def add(*names: str, action: Any = "store", aliases: Sequence[str] = (), **settings: Any) -> None:
         shown = group.add_argument(*names, action=action, **settings)
         others = {"--" + names[-1][2:].replace("-", "_"), *aliases} - {*names}
-        # `env` and `check_env` read a PET_* variable for their default. Only the flag that the help shows may do so.
+        # torch's actions `env` and `check_env` read a PET_* variable for their default. Only the flag that the help
+        # shows may do so.
         plain = {env: "store", check_env: "store_true"}.get(action, action)
         hidden = {"dest": shown.dest, "action": plain, "default": SUPPRESS, "help": SUPPRESS}
         if others:
@@ -366,7 +367,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _parse(arguments: list[str]) -> Namespace:
-    """Parse our flags, and pass other flags before the script to torch's parser, which has their defaults.
+    """Parse evenstep's flags, and pass other flags before the script to torch's parser, which has their defaults.
 
     torchrun accepts abbreviated flags, too, but argparse also looks for them among the script's own arguments, and
     finds `--n 5` ambiguous. So abbreviations are accepted only if the command line is invalid without them.
@@ -379,7 +380,7 @@ def _parse(arguments: list[str]) -> Namespace:
         with contextlib.redirect_stderr(said):
             passed_on = [*args.passed_on, *unknown, "--", args.training_script]
             torchruns = torch_run.parse_args(passed_on)  # type: ignore[no-untyped-call]
-    except SystemExit:  # after the usage, and "torchrun: error: " with the reason
+    except SystemExit:  # torch's parser has printed its usage, and "torchrun: error: " with the reason
         make_parser().error(said.getvalue().rpartition(": error: ")[2].strip())
     return Namespace(**{**vars(torchruns), **vars(args)})
 
@@ -387,7 +388,7 @@ def _parse(arguments: list[str]) -> Namespace:
 def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
     """The first launcher flag that comes after the script, so that the script gets it; None if there is none. Pure.
 
-    Only flags count that a script is unlikely to have.
+    Only looks for flags that a script is unlikely to have.
 
     Args:
         args: The result of `parse`.
@@ -401,7 +402,7 @@ def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
 
 
 def validated(args: Namespace) -> Namespace:
-    """Check the arguments' numbers, and return the arguments. Pure.
+    """Check the numbers among the arguments, and return the arguments. Pure.
 
     Raises:
         ConfigurationError: A number is invalid.
@@ -445,7 +446,7 @@ def handled_signals(names: str) -> list[signal.Signals]:
 
 
 def num_nodes(args: Namespace) -> tuple[int, int]:
-    """The fewest and the most hosts.
+    """The fewest and the most nodes of the run.
 
     Raises:
         ConfigurationError: `--nnodes` is neither a number nor MIN:MAX, or `--node-rank` is out of range.
@@ -457,7 +458,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
     if not 0 < fewest <= most:
         raise ConfigurationError(f"--nnodes {args.nnodes}: use a number of hosts, or MIN:MAX with 1 <= MIN <= MAX.")
     if not 0 <= args.node_rank < most and not args.standalone:
-        # With a wrong node rank this node and the others would wait for each other for ever.
+        # With a wrong node rank, this node and the others would wait for each other for ever.
         choice = "is 0" if most == 1 else f"lies between 0 and {most - 1}"
         hosts = str(most) if fewest == most else args.nnodes
         raise ConfigurationError(f"--node-rank {args.node_rank}: with --nnodes {hosts} it {choice}.")
@@ -465,7 +466,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
 
 
 def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Sequence[str]) -> Namespace:
-    """The same arguments, with the rendezvous from another launcher's variables, unless the user has given one.
+    """Add the rendezvous from another launcher's variables to the arguments, unless the user has given one.
 
     Pure.
 
@@ -484,7 +485,7 @@ def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Seq
 
 
 def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:
-    """The same arguments, with our worker as the script to run and the user's target as its first arguments. Pure."""
+    """Make evenstep's worker the script to run, with the user's target as its first arguments. Pure."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     changed = {
         "nproc_per_node": str(num_ranks),
@@ -512,10 +513,10 @@ class Nodes:
         most: The largest number of nodes.
         rank: This node's rank, if the number of nodes is fixed.
         host: Name or address of node 0.
-        port: The port on which node 0 listens for the others; in a run on one node, `MASTER_PORT` of the ranks. None:
-            not given.
-        backend: torch's name of the rendezvous.
-        may_restart: Ranks are started again if they fail.
+        port: The port on which node 0 listens for the others; in a run on one node, the ranks' `MASTER_PORT`. None: not
+            given.
+        backend: torch's name for the rendezvous.
+        may_restart: Whether ranks are started again if they fail.
     """
 
     fewest: int
@@ -531,7 +532,7 @@ def plan_nodes(args: Namespace) -> Nodes:
     """The nodes that a command line describes. Pure.
 
     Raises:
-        ConfigurationError: The description is contradictory, or lacks the place of the rendezvous.
+        ConfigurationError: The arguments are contradictory, or lack the place of the rendezvous.
     """
     fewest, most = num_nodes(args)
     is_static = args.rdzv_backend == "static" and not args.standalone

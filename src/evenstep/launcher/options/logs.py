@@ -27,8 +27,8 @@ class OutputChoices:
 
     Attributes:
         redirects: Streams of rank 0 that go to a file instead of the terminal.
-        tee: Streams of other ranks that are shown on the terminal too.
-        shown: The only ranks to be shown on the terminal; None: no such choice.
+        tee: Streams of other ranks that are also shown on the terminal.
+        shown: The only ranks to show on the terminal; None: no choice was made.
     """
 
     redirects: Std | dict[int, Std] = Std.NONE
@@ -58,10 +58,10 @@ class OutputChoices:
         return cls(redirects=streams("--redirects", redirects), tee=streams("--tee", tee), shown=shown)
 
     def validate_ranks(self, num_ranks: int) -> None:
-        """Check that every named rank exists: the output of a rank that doesn't exist would be missing silently.
+        """Check that every named rank exists: a wrong number would silently show nothing.
 
         Args:
-            num_ranks: Ranks of this host.
+            num_ranks: Number of ranks on this host.
 
         Raises:
             ConfigurationError: A rank doesn't exist.
@@ -82,7 +82,7 @@ _TEMPORARY_LOGS = "evenstep-logs-"
 
 
 def name_of_run(log_directory: Path) -> str:
-    """The run to which a directory of `make_log_directory` belongs."""
+    """The name of the run to which a directory of `make_log_directory` belongs."""
     return log_directory.name.removeprefix(_TEMPORARY_LOGS)
 
 
@@ -90,7 +90,7 @@ def make_log_directory(log_dir: str | None) -> Path:
     """Make the directory of one run's logs: in `log_dir` under a unique name, or, for None, a temporary one.
 
     Raises:
-        ConfigurationError: It can't be made or written to.
+        ConfigurationError: The directory can't be made or written to.
     """
     try:
         if log_dir is None:
@@ -112,7 +112,7 @@ def make_log_directory(log_dir: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Destination:
-    """Files of one rank's streams ("": the terminal), and which of them are shown on the terminal as well."""
+    """Files for one rank's streams ("": the terminal), and which of them are also shown on the terminal."""
 
     stdout: str
     stderr: str
@@ -158,7 +158,7 @@ class RankLogs(LogsSpecs):
         self._choices = choices
         self._directory = log_directory
         self._last = -1
-        self.destinations: dict[int, Destination] = {}  # by rank, of the last attempt
+        self.destinations: dict[int, Destination] = {}  # destinations in the last attempt, by rank
 
     @property
     def root_log_dir(self) -> str:

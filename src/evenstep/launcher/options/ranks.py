@@ -1,4 +1,4 @@
-"""The option for the number of ranks, in all commands that start ranks."""
+"""The option for the number of ranks, which all commands that start ranks have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_nproc_per_node(
         help: The help text.
         type: The value's type: some commands take several numbers.
         default: The value if the option isn't given.
-        metavar: How the help shows the value.
+        metavar: The value's name in the help.
     """
     parser.add_argument("--nproc-per-node", type=type, default=default, metavar=metavar, help=help)
     parser.add_argument(*RANKS_ALIASES, dest="nproc_per_node", type=type, default=SUPPRESS, help=SUPPRESS)

@@ -1,4 +1,4 @@
-"""How many ranks a node runs, and how many threads each, from its hardware and the user's flags."""
+"""The number of ranks on a node, and of threads per rank, from its hardware and the user's flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenstep.ground.computing.device import choose_device
 from evenstep.ground.environment import Placement
 from evenstep.ground.host.control_groups import cpu_limit
 
-# Ranks for each CPU. A few more ranks than CPUs are useful for testing; thousands would only stop the machine.
+# Limits of ranks per CPU. A few more ranks than CPUs are useful for testing; thousands would only stop the machine.
 _MANY_PER_CPU, _MOST_PER_CPU = 8, 64
 _MOST_THREADS = 1024  # of a rank, for any number of CPUs; torch fails with numbers that no system can start
 
@@ -31,7 +31,7 @@ class Host:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How many ranks a host gets, and how many threads each of them computes with.
+    """The number of ranks on a host, and the number of threads of each.
 
     Attributes:
         num_ranks: The number of ranks, parameter servers included.
@@ -56,16 +56,16 @@ def plan_ranks(
     """Ranks and threads of one host. Pure.
 
     Args:
-        nproc: A number, "auto" (GPUs if there are any, else physical cores divided by the threads per rank), "gpu",
-            or "cpu" (a rank per logical CPU, as torchrun has it).
+        nproc: A number, "auto" (GPUs if there are any, else physical cores divided by the threads per rank), "gpu", or
+            "cpu" (a rank per logical CPU, as in torchrun).
         host: The hardware of this node.
         threads_per_rank: The user's number; None: `OMP_NUM_THREADS`, else as many as fit.
         device: The value of `--device`; None: GPUs if there are any.
         openmp_threads: The value of `OMP_NUM_THREADS`.
-        servers: Parameter servers, beside the ranks that `nproc` counts.
+        servers: Number of parameter servers, in addition to the `nproc` ranks.
 
     Raises:
-        ConfigurationError: There can't be such a number of ranks, threads or GPUs, or there are far too many ranks.
+        ConfigurationError: A number of ranks or threads is invalid, there are too few GPUs, or far too many ranks.
     """
     if threads_per_rank is not None and threads_per_rank < 1:
         raise ConfigurationError(
@@ -78,7 +78,7 @@ def plan_ranks(
         raise ConfigurationError(f"{fixed} {name}: at most {most} on a node of {counted(host.num_cpus, 'CPU')}.")
     num_ranks = _count_ranks(nproc, host, threads_per_rank=fixed, device=device)
     if device is not None:
-        # The same rule and the same message as in every rank's own `evenstep.init`.
+        # Refuse too few GPUs here, with the same message as every rank's `evenstep.init`.
         choose_device(device, Placement(world_size=num_ranks, local_world_size=num_ranks), num_gpus=host.num_gpus)
     by_threads = nproc == "auto" and not _uses_gpus(host, device)
     num_ranks += servers
@@ -93,7 +93,7 @@ def plan_ranks(
 def _count_ranks(nproc: str, host: Host, *, threads_per_rank: int | None, device: str | None) -> int:
     if nproc == "auto":
         if _uses_gpus(host, device):
-            # A device with an index, "cuda:0", is shared: one rank unless a number says otherwise.
+            # A device with an index, "cuda:0", is shared by all ranks: one rank, unless the user gives a number.
             return 1 if device is not None and ":" in device else host.num_gpus
         return max(1, host.num_cores // (threads_per_rank or _auto_threads(host)))
     if nproc == "gpu":
@@ -120,7 +120,8 @@ def _uses_gpus(host: Host, device: str | None) -> bool:
 
 
 def _auto_threads(host: Host) -> int:
-    # On big hosts a rank per core spends its time in communication; a single rank can't use all cores.
+    # On big hosts ranks of one core each would spend their time in communication, and a single rank can't use all
+    # cores.
     return math.ceil(host.num_cores / 8)
 
 

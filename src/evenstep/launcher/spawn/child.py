@@ -2,7 +2,7 @@
 
 [Note: signal before you reap]
 
-A process that has ended keeps its pid until its parent reaps it; then another process may get the pid. The processes
+A process that has ended keeps its pid until its parent reaps it. Then another process may get the pid. The processes
 that a rank has started belong to the process group with the rank's pid, and have to be killed after the rank has ended.
 So the launcher checks its children without reaping them (`WNOWAIT`), signals their groups, and reaps them last.
 """
@@ -42,13 +42,13 @@ class Child:
     """A child process that leads a session of its own, with the interface of `subprocess.Popen`.
 
     Args:
-        pid: The child; nothing else in this process may wait for it.
+        pid: The child's pid; nothing else in this process may wait for the child.
         reap: Called once, when the child has ended and is released; None: `os.waitpid`. For a process from `subprocess`
-            pass its `poll`: python reaps children whose objects are collected, so this keeps the object alive.
+            pass its `poll`, which keeps the object alive: python reaps children whose objects are collected.
 
     Attributes:
         pid: The child.
-        returncode: None while it runs; negative: the signal that ended it.
+        returncode: The exit status, negative for a signal; None while the child runs.
     """
 
     def __init__(self, pid: int, *, reap: Callable[[], object] | None = None) -> None:
@@ -68,10 +68,10 @@ class Child:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return when it has ended.
+        """Wait until the child has ended; returns its `returncode`.
 
         Raises:
-            subprocess.TimeoutExpired: It has not.
+            subprocess.TimeoutExpired: The child has not ended in time.
         """
         await_ends([self], math.inf if timeout is None else timeout)
         code = self.poll()
@@ -80,24 +80,24 @@ class Child:
         return code
 
     def send_signal(self, which: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send a signal to the child, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, which)
 
     def signal_group(self, which: int) -> None:
-        """Send a signal to it and to the processes that it has started, even after its end.
+        """Send a signal to the child and to the processes that it has started, even after its end.
 
-        Does nothing once it is released.
+        Does nothing once the child is released.
         """
         if not self._is_released:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 try:
                     os.killpg(self.pid, which)
-                except ProcessLookupError:  # it has just been started, and doesn't lead a group yet
+                except ProcessLookupError:  # the child has just been started, and doesn't lead a group yet
                     os.kill(self.pid, which)
 
     def release(self) -> None:
-        """Reap it if it has ended; another process may then get its pid. A second call does nothing."""
+        """Reap the child if it has ended; another process may then get its pid. A second call does nothing."""
         if self._is_released or self.poll() is None:
             return
         self._is_released = True
@@ -109,10 +109,10 @@ class Child:
 
 
 class Guard:
-    """A process that kills these children's groups if this process is killed: see `guard.py`. Linux.
+    """A process that kills the process groups of children if this process is killed: see `guard.py`. Linux.
 
     Args:
-        pids: Children that lead groups. Close this before any of them is released.
+        pids: Children that lead process groups. Close the guard before a child is released.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -123,7 +123,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """End it. A second call does nothing."""
+        """End the guard process. A second call does nothing."""
         self._process.kill()
         self._process.wait()
 
@@ -131,13 +131,14 @@ class Guard:
 def stop(
     children: Mapping[int, Child], ask: Callable[[int], object], *, patience_s: float, terminate_s: float
 ) -> list[int]:
-    """Stop children and the processes that they have started. A signal to this process meanwhile means SIGKILL now.
+    """Stop children and the processes that they have started. A signal to this process kills them at once.
 
     Args:
         children: The children, by any number.
-        ask: Sends the first signal to a running child, by its number. To the child alone: until it saves it may need
-            the processes that it has started, such as its loader's workers.
-        patience_s: Time until SIGKILL to everything; nothing is sent if all have ended before.
+        ask: Sends the first signal to a running child, by its number, and to no other process: until it has saved, the
+            child may need the processes that it has started, such as its loader's workers.
+        patience_s: Time from the first signal until SIGKILL to all children and their processes. Nothing is sent if all
+            children had ended before the call.
         terminate_s: Time from SIGKILL until children that still run are left behind.
 
     Returns:
@@ -156,7 +157,7 @@ def stop(
 
 
 def await_ends(children: Iterable[Child], longest_s: float) -> None:
-    """Return when all have ended, at the latest after the given time."""
+    """Wait until all children have ended, at most for the given time."""
     running, deadline = list(children), time.monotonic() + longest_s
     while time.monotonic() < deadline and (running := [child for child in running if child.poll() is None]):
         time.sleep(_POLL_S)
@@ -165,11 +166,11 @@ def await_ends(children: Iterable[Child], longest_s: float) -> None:
 def keep_ended_children() -> Callable[[], None]:
     """Make the kernel keep the exit statuses of children, even if this process was started with SIGCHLD ignored.
 
-    Otherwise the kernel would reap children itself: their statuses would be lost, and an ended child would look like
-    one that couldn't be started.
+    Otherwise the kernel would reap children itself: their statuses would be lost, and an ended child would look like a
+    child that couldn't be started.
 
     Returns:
-        A function that restores the old setting. From a thread it does nothing, because only the main thread may.
+        A function that restores the old setting. Only the main thread may change it; in another thread nothing is done.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
         return lambda: None
@@ -187,7 +188,8 @@ def leave_process_1() -> None:
     """If this is process 1 of a container, continue in a child. Returns in the child; otherwise at once.
 
     Process 1 inherits orphaned processes and has to reap them, and the kernel ignores signals without a handler in it.
-    So process 1 only reaps, passes signals on, and ends with its child's status; all other processes end with it.
+    So process 1 only reaps, passes signals on, and ends with its child's status. All other processes of the container
+    end with it.
     """
     if os.getpid() != 1:
         return

@@ -2,9 +2,9 @@
 
 The kernel kills ranks when the process that started them ends (parent-death signal). The processes that ranks have
 started have no such signal, and a killed launcher can't end them. So this process waits for the launcher's end, and
-then kills the process group that each rank leads. A launcher that ends in any other way kills this process first.
+then kills the process group that each rank leads. A launcher that isn't killed ends this process first.
 
-A file of its own, with few imports: it starts in 10 ms, and needs 6 MB.
+This file has few imports, so the process starts in 10 ms and needs 6 MB.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ def main(launcher: int, ranks: list[int]) -> None:
     """Wait for the end of the launcher, then kill the groups of its ranks.
 
     Args:
-        launcher: This process's parent.
-        ranks: Each leads a group. Their pids stay valid as long as the launcher exists, because only it reaps them.
+        launcher: The launcher's pid: this process's parent.
+        ranks: Pids of the ranks, each of which leads a process group. They stay valid as long as the launcher exists,
+            because only the launcher reaps ranks.
     """
     for which in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(which, signal.SIG_IGN)  # schedulers signal every process

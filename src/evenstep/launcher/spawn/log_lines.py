@@ -14,7 +14,7 @@ class StampedLines(io.TextIOWrapper):
     """A text stream that writes a stamp before every line.
 
     Args:
-        stream: The stream that this one replaces; it must not be used afterwards.
+        stream: The stream to replace; it must not be used afterwards.
         rank: The rank in the stamp.
     """
 
@@ -37,12 +37,12 @@ class StampedLines(io.TextIOWrapper):
 
 
 def stamp(seconds: float, rank: int, step: int) -> str:
-    """ "2026-11-21 18:24:03.125 rank 1 step 7 | ". Pure, but for the time zone."""
+    """The text before a line: "2026-11-21 18:24:03.125 rank 1 step 7 | ". Pure, except for the time zone."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     return f"{moment}.{int(seconds * 1000) % 1000:03d} rank {rank} step {step} | "
 
 
 def stamp_lines(rank: int) -> None:
-    """Have this process's stdout and stderr stamped from now on."""
+    """Put stamps before the lines of this process's stdout and stderr from now on."""
     sys.stdout = sys.__stdout__ = StampedLines(cast(io.TextIOWrapper, sys.stdout), rank=rank)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = StampedLines(cast(io.TextIOWrapper, sys.stderr), rank=rank)  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""Scripts that start their own ranks, as with `torch.multiprocessing.spawn`: refused before the first one starts.
+"""Refuses scripts that start their own ranks, as with `torch.multiprocessing.spawn`, before the first rank starts.
 
-Each of two ranks would start two more, which would meet at one port and fail, or wait for each other.
+Otherwise each of two ranks would start two more, which would rendezvous at one port and fail, or wait for each other.
 """
 
 from __future__ import annotations

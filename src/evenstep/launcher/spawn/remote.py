@@ -1,7 +1,7 @@
-"""Functions that a parent has its ranks run: the messages of both, and the rank's side.
+"""Functions that a parent process runs on its ranks: the messages of both, and the rank's side.
 
-Messages are pickled, and sent over a pipe to our own child: this module never reads bytes from the network or from
-disk.
+Messages are pickled, and sent over pipes between this process and its children: no bytes from the network or from disk
+are read.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Answer:
     """A rank's answer.
 
     Attributes:
-        value: The packed result or exception; None: the parent doesn't need it, or it can't be sent.
-        report: The report of the rank's exception; None: it succeeded.
+        value: The packed result or exception; None if the parent doesn't need it or it can't be sent.
+        report: The report of the rank's exception; None: the call succeeded.
     """
 
     value: bytes | None
@@ -51,7 +51,7 @@ class Answer:
 
 
 def serve(descriptor: int, rank: int) -> None:
-    """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
+    """Run one task after the other until the parent closes the pipe or a task fails. In the rank."""
     os.set_inheritable(descriptor, False)
     connection: Connection[Answer, Task] = Connection(descriptor)
     while True:
@@ -65,7 +65,8 @@ def serve(descriptor: int, rank: int) -> None:
         except OSError:
             return
         if answer.report is not None:
-            # Sockets may close only now: peers that notice the broken connections then report after this rank.
+            # Close sockets only now, after the report: peers that notice the broken connections then report after this
+            # rank.
             raise SystemExit(answer.report.exit_code)
 
 
@@ -84,7 +85,7 @@ def _perform(task: Task, rank: int) -> Answer:
     except BaseException as error:
         report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
         if isinstance(error, SystemExit):
-            # `sys.exit(3)` on a rank must not end the parent: the parent gets it as the text of a RankFailedError.
+            # `sys.exit(3)` on a rank must not end the parent: the parent raises a RankFailedError with its text.
             report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
         else:
             with contextlib.suppress(TypeError):
@@ -103,7 +104,7 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call as bytes that a rank can load.
+    """Pack a call as bytes that a rank can load.
 
     Functions of importable modules are sent by name. Lambdas, functions inside functions, and functions typed into a
     notebook or passed to `python -c` are sent by value, which needs cloudpickle.
@@ -118,7 +119,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         if not (b"__main__" in data and not main_is_importable()):
             return data
     except Exception as error:
-        # The object's own pickling may raise anything, and cloudpickle may still succeed.
+        # The object's own pickling may raise any exception, and cloudpickle may still succeed.
         problem = error
     name = getattr(fn, "__qualname__", repr(fn))
     try:
@@ -144,12 +145,12 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_answer(value: Any) -> bytes:
-    """A result or an exception as bytes. Tensors are sent by value: the caller would have to free shared memory.
+    """Pack a result or an exception as bytes. Tensors are sent by value: the caller would have to free shared memory.
 
     Raises:
-        TypeError: It can't be sent, or couldn't be restored, such as an exception with its own constructor.
+        TypeError: The value can't be sent, or couldn't be restored, such as an exception with its own constructor.
     """
-    cloudpickle = sys.modules.get("cloudpickle")  # imported in a rank only if the call was sent by value
+    cloudpickle = sys.modules.get("cloudpickle")  # a rank has imported it only if the call was sent by value
     problems = []
     for dumps in [pickle.dumps] if cloudpickle is None else [pickle.dumps, cloudpickle.dumps]:
         try:

@@ -1,7 +1,7 @@
 """One rank: prepares the process, then becomes the user's script, or calls functions for `evenstep.launch`.
 
-`start_worker.py` calls `main`, in a process that dies with the launcher, and whose path has no directory of the script
-or the user yet.
+`start_worker.py` calls `main`, in a process that dies with the launcher and whose `sys.path` has no directory of the
+script or the user yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
 from evenstep.launcher.spawn.remote import serve
 
-# Healthy ranks get this signal, too. SIGUSR1 and SIGUSR2 are left to scripts and libraries.
+# Healthy ranks get this signal, too, so it isn't SIGUSR1 or SIGUSR2, which scripts and libraries use.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
 
 
@@ -72,13 +72,13 @@ def main(arguments: list[str]) -> None:
         page.words[Note.WRITES_STACKS] = 1
         count_optimizer_steps()
     if given.inject:
-        # Imported by name, because no module may depend on `testing`.
+        # Import by name, because no module may depend on `testing`.
         importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
     if kind != "function" and placement.world_size > 1:
         refuse_own_ranks()
         mark_end_of_group()
     excepthook.install(placement)
-    # Modules imported so far are never freed, so collections needn't scan them.
+    # Modules imported so far are never freed, so garbage collections needn't scan them.
     atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
     gc.freeze()
     if kind == "function":
@@ -131,7 +131,7 @@ def open_far(path: str) -> int:
 
 
 def register_stacks(file: int) -> None:
-    """Have this process write its stacks to a descriptor on `STACK_SIGNAL`. Keep it open.
+    """Make this process write its stacks to the descriptor `file` on `STACK_SIGNAL`. The caller keeps it open.
 
     Without a GPU only the main thread's stack is written, because that thread gets the signal. faulthandler reads other
     threads' frames without the interpreter lock, and healthy ranks with running threads sometimes died of SIGSEGV from
@@ -142,19 +142,19 @@ def register_stacks(file: int) -> None:
 
 
 def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
-    """Have python end without its last collections, which take half of the time from an error to the end of the run.
+    """Make python end without its last collections, which take half of the time from an error to the end of the run.
 
-    Objects that modules hold are released as usual. Cycles of objects, and the objects that they hold, are left to the
-    system: python doesn't promise to call their `__del__` at its end. python's collection would close files, so
-    buffered output of files is flushed here instead. If a rank has failed the launcher waits for nothing after that, so
-    exit handlers run first.
+    Objects that modules hold are released as usual. Cycles of objects, and the objects that they hold, aren't released:
+    python doesn't promise to call their `__del__` at its end. Python's collection would close files, so their buffered
+    output is flushed here instead. If a rank has failed, the launcher may kill it after this, so exit handlers run
+    first.
 
     If a library reports objects that python hasn't released, python ends in the usual way: see `_reports_leaks`.
 
     Args:
         pid: The rank's process; a process that the script has forked ends in the usual way.
-        has_frozen_types: Such a library was imported before the first `gc.freeze()`, as in the ranks of a second
-            attempt.
+        has_frozen_types: Whether such a library was imported before the first `gc.freeze()`, as in the ranks of a
+            second attempt.
     """
     if os.getpid() != pid:
         return
@@ -163,9 +163,9 @@ def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or replaced by the script
             stream.flush()
-    for thing in gc.get_objects():  # created since the script began
+    for thing in gc.get_objects():  # objects created since the script began
         if issubclass(type(thing), _io._IOBase):
-            with contextlib.suppress(Exception):  # closed, or not of a kind that can be written
+            with contextlib.suppress(Exception):  # closed, or not writable
                 if stat.S_ISREG(os.fstat(thing.fileno()).st_mode):  # a pipe might wait for its reader
                     thing.flush()
     if not _reports_leaks():
@@ -178,14 +178,14 @@ def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
 def _reports_leaks() -> bool:
     """Whether nanobind, which triton and other libraries use for their python bindings, is in this process.
 
-    At python's very end nanobind looks for types that weren't released, and prints thirty lines if it finds any.
+    At the very end of python, nanobind looks for types that weren't released, and prints thirty lines if it finds any.
     Classes are in reference cycles, which only a collection frees, and collections skip frozen objects.
     """
     return any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
 
 
 def _is_own_log(descriptor: int, rank: int) -> bool:
-    """Whether a stream is a log file of the launcher's. The inherited stream may be a file, too, and is left alone."""
+    """Whether a stream is a log file that the launcher has made. An inherited stream may be another file."""
     try:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith(f"rank-{rank}.")
     except OSError:
@@ -193,7 +193,7 @@ def _is_own_log(descriptor: int, rank: int) -> bool:
 
 
 def _share_one_file() -> None:
-    """Let stdout and stderr share one descriptor if they were opened as the same file twice.
+    """Make stdout and stderr share one descriptor if they were opened as the same file twice.
 
     Two descriptors with separate offsets would overwrite each other's output.
     """
@@ -225,7 +225,7 @@ def _become_module(name: str, arguments: list[str]) -> None:
 
 
 def _put_first(directory: Path) -> None:
-    """Put the directory first on the path that python itself would put there."""
+    """Put a directory first on `sys.path`, as python itself would do."""
     if not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
         sys.path.insert(0, str(directory))
 

@@ -1,4 +1,4 @@
-"""The zygote: a process that has imported torch once and is forked for every rank, in milliseconds, not seconds.
+"""The zygote: a process that has imported torch once and is forked for every rank, in milliseconds instead of seconds.
 
 [Note: ranks forked from a zygote]
 
@@ -9,19 +9,19 @@
         └───────────────── becomes the parent of ───────────┘
 
 - The process between ends, so that the kernel gives the rank to the nearest ancestor that adopts orphans. The launcher
-  has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it doesn't want the orphans that ranks leave
-  later. So the launcher waits for ranks and gets their exit statuses as for its own children; and ranks die with the
+  adopts orphans (`PR_SET_CHILD_SUBREAPER`) only during this time: it mustn't adopt the orphans that ranks leave later.
+  So ranks are the launcher's own children: it waits for them and gets their exit statuses, and they die with the
   launcher, not with the zygote.
 - A forked rank has the zygote's modules, and nothing else: one thread, no CUDA, no process group, no used random
-  generator, and no descriptor that the launcher has inherited, since ranks would hold another program's lock on it.
-  `become_fresh` corrects the differences between a fork and a process that python has just started: session, variables,
-  streams, signals, threads, random numbers, path.
+  generator, and no descriptor that the launcher has inherited, because a rank would keep another program's lock on the
+  file. `become_fresh` corrects the differences between a fork and a process that python has just started: session,
+  variables, streams, signals, threads, random numbers, path.
 - One difference stays: python draws the seed of its hashes at its start, so all ranks of a node iterate over a set of
-  texts in the same order. `evenstep verify` runs once without a zygote, and sees code that depends on it.
+  texts in the same order. `evenstep verify` runs once without a zygote, and so finds code that depends on this order.
 - A forked rank leaves the launcher's stack by an exception, `BecomeRank`. `cli.main` catches it and calls the worker.
   It ends as any python process does: exit handlers, finalisers, files that are still open.
-- If a fork could differ from a fresh process there is no zygote, and each rank is a new python: with options of the
-  interpreter, modules that were imported from the launcher's directory, threads, or another system than Linux.
+- If a fork could differ from a fresh process, there is no zygote, and each rank is a new python: if the interpreter has
+  options, modules were imported from the launcher's directory, there are other threads, or the system isn't Linux.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from evenstep.launcher.spawn.script_runner import unbuffered
 from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-_MAX_PID = 32  # characters
+_MAX_PID = 32  # characters of a pid's text
 _ANSWER_S = 60.0
 _POLL_S = 0.005
 _THREADS_END_S = 0.5
 
 
 class Zygote:
-    """The launcher's end of the zygote.
+    """The launcher's handle of the zygote.
 
     Args:
         connection: The connection to the zygote.
@@ -71,12 +71,12 @@ class Zygote:
     def start_command(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
     ) -> Child | None:
-        """Fork a rank. Returns None if the zygote can't fork any more, or if the command isn't python with our worker.
+        """Fork a rank. Returns None if the zygote can't fork any more, or the command doesn't run evenstep's worker.
 
         For example, a program that binds a rank to cores and then starts it has to be started itself.
 
         Args:
-            command: The python command with our worker and its arguments.
+            command: The python command with evenstep's worker and its arguments.
             variables: The rank's whole environment.
             descriptors: The descriptors for its stdin, stdout and stderr.
         """
@@ -107,10 +107,10 @@ class Zygote:
 
 
 def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | None]) -> str | None:
-    """Why a fork of this process would differ from one that python starts; None if it wouldn't. Pure.
+    """Why a fork of this process would differ from a fresh python process; None if it wouldn't. Pure.
 
     Args:
-        first_on_path: The directory that python has put first on its path: the script's, or the current one.
+        first_on_path: The directory that python has put first on its path: the script's or the current directory.
         options: This process's command line after the name of the interpreter.
         modules: The files of all imported modules except evenstep's own.
     """
@@ -147,7 +147,7 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         return None
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # else every fork would write the buffered text once
+            stream.flush()  # else every fork would write the buffered text again
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
     pid = os.fork()
@@ -155,7 +155,7 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         try:
             ours.close()
             close_inherited(theirs.fileno())
-            os.setsid()  # so that Ctrl-C reaches only the launcher
+            os.setsid()  # so that Ctrl-C doesn't reach the zygote
             die_with_parent(launcher)
             arguments = _serve(theirs, launcher, preloads=preloads)
         except BaseException:
@@ -203,7 +203,7 @@ def close_inherited(keep: int) -> None:
         keep: A descriptor to leave open.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor with which the directory was listed
             if descriptor > 2 and descriptor != keep and os.get_inheritable(descriptor):
                 os.close(descriptor)
 
@@ -246,7 +246,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             try:
                 become_fresh(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
-                del sys.path[:1]  # the launcher's own directory, or the current one
+                del sys.path[:1]  # the launcher's own directory, or the current directory
                 import_what_the_launcher_did()
             except BaseException:
                 traceback.print_exc()
@@ -280,8 +280,8 @@ def _join(launcher: int, between: int) -> None:
 
 
 def _preload() -> None:
-    # The first optimizer imports it, which takes more than a second. Imported by name, because the launcher doesn't
-    # need it and nothing may depend on it.
+    # torch imports dynamo for the first optimizer, which takes more than a second. Import it by name, because the
+    # launcher doesn't need it and nothing may depend on it.
     with contextlib.suppress(Exception):
         __import__("torch._dynamo")
 
@@ -299,7 +299,7 @@ def become_fresh(variables: Mapping[str, str], descriptors: Sequence[int]) -> No
 
     Args:
         variables: The whole environment.
-        descriptors: The descriptors for stdin, stdout and stderr; closed under their present numbers.
+        descriptors: The descriptors for stdin, stdout and stderr; their present numbers are closed.
     """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -311,7 +311,7 @@ def become_fresh(variables: Mapping[str, str], descriptors: Sequence[int]) -> No
     sys.stdout = sys.__stdout__ = unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
-    # A fork reseeds python's own generator. These generators would be the same in all ranks.
+    # A fork reseeds python's own generator. Without new seeds, these generators would be the same in all ranks.
     torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -344,14 +344,14 @@ _shown: list[mmap.mmap] = []  # the kernel reads this memory as long as this pro
 
 
 def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
-    """Have `ps` and /proc show this command line and these variables, instead of the launcher's.
+    """Make `ps` and /proc show this command line and these variables instead of the launcher's.
 
     Returns:
-        Whether the kernel allowed it; else they show the launcher's.
+        Whether the kernel allowed it; otherwise the launcher's are shown.
     """
     texts = [b"".join(os.fsencode(word) + b"\0" for word in command)]
     texts.append(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items()))
-    # Private: the kernel doesn't show memory that belongs to a file, and counts shared memory as a file.
+    # Use private memory: the kernel doesn't show memory that belongs to a file, and counts shared memory as a file.
     memory = mmap.mmap(-1, sum(map(len, texts)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(texts))
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -380,13 +380,13 @@ def _set_threads() -> None:
 
 
 def mapped_files(maps: str) -> set[str]:
-    """The files in the text of /proc/PID/maps; their names may have spaces. Pure."""
+    """The names of the files in the text of /proc/PID/maps; names may have spaces. Pure."""
     places = [line.split(maxsplit=5) for line in maps.splitlines()]
     return {place[5] for place in places if len(place) == 6 and place[5].startswith("/")}
 
 
 def set_blas_threads(variables: Mapping[str, str]) -> None:
-    """Set the number of threads of numpy's OpenBLAS; in the zygote, before it forks.
+    """Set the number of threads of numpy's OpenBLAS. Called in the zygote, before it forks.
 
     Otherwise OpenBLAS would start a thread per core in each fork, and leave most of them idle.
 
@@ -399,7 +399,7 @@ def set_blas_threads(variables: Mapping[str, str]) -> None:
     for file in mapped_files(Path("/proc/self/maps").read_text()):
         if "openblas" not in os.path.basename(file):
             continue
-        library = ctypes.CDLL(file)  # numpy's: it is loaded already
+        library = ctypes.CDLL(file)  # numpy's library: it is loaded already
         for function in _SET_BLAS_THREADS:
             if hasattr(library, function):
                 getattr(library, function)(int(wanted))

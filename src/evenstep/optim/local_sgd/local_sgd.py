@@ -56,7 +56,7 @@ from evenstep.replica.monitors.checks import Finder, listed
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.core.object_collectives import exchange
 
-_DEADLINE_S = 5.0  # at the end of a run: how long a rank that has finished first waits for the others
+_DEADLINE_S = 5.0  # at the end of a run: how long a finished rank waits for the others
 
 
 class LocalSGD:
@@ -76,24 +76,23 @@ class LocalSGD:
     the same outer step, from the same parameters. Trained parameters that `outer` doesn't have are averaged.
 
     Collective: every rank makes it and calls `step` equally often, so give every rank equally many batches, none of
-    them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
-    rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count equally in a
-    mean. Each rank keeps its own optimizer state (momenta). A `Checkpointer` counts and saves only the steps after
-    which parameters are equal on all ranks. Pass it this object instead of the optimizers: `Checkpointer(...,
-    model=model, local_sgd=local)`. It then saves the inner optimizer's state of every rank and the outer optimizer's
-    state.
+    them empty. Until `close`, backward passes of the model don't exchange gradients: `p.grad` is this rank's mean,
+    which may be clipped. Weights of `model.backward` count within a rank; all ranks count equally in a mean. Each rank
+    keeps its own optimizer state (momenta). A `Checkpointer` counts and saves only the steps after which parameters are
+    equal on all ranks. Pass it this object instead of the optimizers: `Checkpointer(..., model=model,
+    local_sgd=local)`. It then saves the inner optimizer's state of every rank and the outer optimizer's state.
 
     With a model that `parallelize(local_steps=True)` has divided, each replica steps independently, not each rank; see
     [Note: local steps of a divided model].
 
     A gradient that isn't finite stays on its rank until parameters are averaged. Then all ranks follow the model's
-    `on_nonfinite`: with "warn" one warning names the rank and the parameter, on CPUs only; with "skip" that rank has
-    skipped its step, and a warning reports it; with "raise" that rank has skipped its step, too, and all ranks raise a
-    NonFiniteError instead of averaging.
+    `on_nonfinite`. With "warn", one warning names the rank and the parameter, on CPUs only. With "skip", that rank has
+    skipped its step, and a warning reports this. With "raise", that rank has skipped its step, too, and all ranks raise
+    a NonFiniteError instead of averaging.
 
     Args:
         model: An `evenstep.DistributedDataParallel`, or a model from `parallelize(local_steps=True)`.
-        optimizer: A plain torch optimizer over its parameters.
+        optimizer: A plain torch optimizer over the model's parameters.
         every: Steps from one exchange to the next.
         warmup_steps: Number of first steps, after each of which parameters are averaged, without an outer step.
         outer: A plain torch optimizer over parameters of the model; the same on all ranks. None: plain averaging.
@@ -101,9 +100,9 @@ class LocalSGD:
             before they are added to the previous values. None: the parameters' dtype.
 
     Attributes:
-        outer: As given; a scheduler may set its rates, equally on all ranks.
+        outer: The given outer optimizer; a scheduler may set its rates, equally on all ranks.
         num_steps: Local steps so far.
-        peers: The ranks that it averages over.
+        peers: The ranks over which parameters are averaged.
 
     Raises:
         ConfigurationError: The model has the wrong class, an optimizer is sharded or has other parameters, both
@@ -159,7 +158,7 @@ class LocalSGD:
             return {
                 "every": checks.whole("every", every, least=1),
                 "warmup_steps": checks.whole("warmup_steps", warmup_steps, least=0),
-                "outer": repr(outer),  # with its options: different ones would give different steps
+                "outer": repr(outer),  # includes its options: different options would give different steps
                 "transfer_dtype": str(transfer_dtype),
             }
 
@@ -171,7 +170,7 @@ class LocalSGD:
         self.outer, self.transfer_dtype = outer, transfer_dtype
         self.num_steps = 0
         self._exchanges_changes = not (outer is None and transfer_dtype is None)
-        self._before: list[Tensor] | None = None  # trained parameters at the last exchange, in a round of local steps
+        self._before: list[Tensor] | None = None  # trained parameters at the last exchange; None: equal ones
         self._usual_ending = model.engine.ending
         in_replica = model.world.world_size
         model.engine.ending = ReplicaWindowEnd(in_replica, self) if model.is_divided else LocalWindowEnd(self)
@@ -232,7 +231,7 @@ class LocalSGD:
         return is_due
 
     def _end_window(self) -> None:
-        """End the accumulation of this rank, if it is open.
+        """End this rank's accumulation window, if it is open.
 
         Raises:
             UsageError: Other ranks would have to take part.
@@ -264,7 +263,7 @@ class LocalSGD:
         """Collective: average, and then step the outer optimizer; see [Note: outer steps].
 
         Args:
-            outer: None: parameters become the mean.
+            outer: The outer optimizer; None: parameters become the mean.
 
         Raises:
             NonFiniteError: See the class. Each rank still has its own parameters.
@@ -308,11 +307,11 @@ class LocalSGD:
             parameter.grad = grad
 
     def _average_all(self, kept: Iterable[Tensor], is_bad: bool) -> None:
-        """Collective: average tensors over ranks in place, and use the smallest loss scale.
+        """Collective: average tensors over ranks in place, and agree on the smallest loss scale.
 
         Args:
             kept: This rank's tensors.
-            is_bad: A gradient of this replica wasn't finite.
+            is_bad: Whether a gradient of this replica wasn't finite.
         """
         for number, tensors in enumerate(by_kind(each for each in kept if each.is_floating_point())):
             # Send `is_bad` as one more number, instead of in a separate message.
@@ -344,7 +343,7 @@ class LocalSGD:
             drop_grads(engine.parameters)
 
     def _any_in_replica(self, is_so: bool) -> bool:
-        """Whether a condition holds on any rank that this replica is divided over. Collective among these ranks."""
+        """Whether a condition holds on any rank of this divided replica. Collective among these ranks."""
         if not self.model.is_divided:
             return is_so
         flag = torch.tensor([float(is_so)], device="cpu")
@@ -384,10 +383,10 @@ class LocalSGD:
     def close(self) -> None:
         """Collective: average once more; from now on backward passes exchange gradients again.
 
-        Optimizer state becomes equal on all ranks, too: tensors are averaged, and numbers are rank 0's. With different
-        momenta ranks would step differently on equal gradients. Existing gradients are this rank's alone, and are
-        dropped. Afterwards `step` is the optimizer's own. A divided model can't be trained any more: nothing would add
-        its gradients over replicas.
+        Optimizer state becomes equal on all ranks, too, because with different momenta ranks would step differently on
+        equal gradients: tensors are averaged, and numbers are rank 0's. Existing gradients are this rank's alone, and
+        are dropped. Afterwards `step` only steps the optimizer. A divided model can't be trained any more, because
+        nothing would add its gradients over replicas.
 
         Raises:
             NonFiniteError: See the class. Ranks still step independently.
@@ -409,9 +408,9 @@ class LocalSGD:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, whether it is closed, and the outer optimizer's state.
+        """The number of steps, whether this object is closed, and the outer optimizer's state.
 
-        Save it when ranks have the same parameters, as right after an exchange.
+        Save it when ranks have equal parameters, such as right after an exchange.
         """
         kept = {"num_steps": self.num_steps, "is_closed": not self.is_open}
         return kept if self.outer is None else {**kept, "outer": self.outer.state_dict()}
@@ -420,8 +419,8 @@ class LocalSGD:
         """Collective: as `state_dict`, plus the state of the ranks' optimizers, which differs between ranks.
 
         Returns:
-            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces. Put together
-            they are the argument of `load_state_dict`.
+            (the state that is equal on all ranks, this rank's shards). `evenstep.Checkpointer` writes each rank's
+            shards; `load_state_dict` takes the two put together.
 
         Raises:
             ConfigurationError: The state has different shapes on different ranks. Raised on all ranks.
@@ -430,7 +429,7 @@ class LocalSGD:
         return {**self.state_dict(), **state}, shards
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. A checkpoint's state includes the optimizer's; parameters are the model's.
+        """Continue from a saved state. A checkpoint's state includes the optimizer's, but not the parameters.
 
         On the same number of ranks each rank gets its own optimizer state back. On another number every rank gets the
         mean over all saved ranks.
@@ -439,7 +438,7 @@ class LocalSGD:
             state: The result of `state_dict`, or of `state_shards` as a `Checkpointer` has put it together.
 
         Raises:
-            ConfigurationError: It isn't a state of this class.
+            ConfigurationError: The state isn't one of this class.
         """
         where = "LocalSGD.load_state_dict"
         if not isinstance(state, Mapping):
@@ -455,7 +454,7 @@ class LocalSGD:
             self._leave()
 
     def _leave(self) -> None:
-        """Let backward passes exchange gradients again, after parameters have become equal."""
+        """Make backward passes exchange gradients again, after parameters have become equal."""
         engine = self.model.engine
         engine.end_local_window()
         engine.ending = self._usual_ending
@@ -495,10 +494,10 @@ def _average_at_end(reference: weakref.ref[LocalSGD]) -> None:
 
 
 def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None:
-    """Refuse what isn't a plain optimizer over parameters of the model.
+    """Refuse an object that isn't a plain optimizer over parameters of the model.
 
     Raises:
-        ConfigurationError: Naming the argument.
+        ConfigurationError: The object is refused; the message names the argument.
     """
     validate_optimizer(name, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
@@ -513,6 +512,6 @@ def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part of a tensor as real numbers, outside of autograd."""
+    """View this rank's part of a tensor as real numbers, outside of autograd."""
     tensor = local_part(tensor.detach())
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -3,11 +3,11 @@
 [Note: rows]
 
     state of a parameter            on every rank           in the checkpoint
-    a tensor of shape [...]         another one             one tensor of shape [ranks, ...], each rank writes its row
-    numbers, small tensors          another one             a list, one entry per rank
+    a tensor of shape [...]         a different tensor      one tensor of shape [ranks, ...], each rank writes its row
+    numbers, small tensors          different values        a list, one entry per rank
 
-With a divided model read "replica" for "rank": a row is a replica's, each rank writes and reads its part of the row,
-and state that isn't divided is that of the replica's first rank.
+With a divided model, read "replica" for "rank": a row is a replica's, and each rank writes and reads its part of the
+row. State that isn't divided is that of the replica's first rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import STATE_DICT, Shard
 from evenstep.replica.channels import Peers
 
-ROWS = "rows"  # the key of the tensors of all ranks
+ROWS = "rows"  # the key of the tensors with a row per rank
 
 
 def take_apart(optimizer: optim.Optimizer, peers: Peers) -> tuple[dict[str, Any], list[Shard]]:
@@ -35,8 +35,8 @@ def take_apart(optimizer: optim.Optimizer, peers: Peers) -> tuple[dict[str, Any]
         peers: The model's peers.
 
     Returns:
-        (the argument of `put_together`, equal on all ranks, without rows or with DTensors of rows; this rank's row of
-        each missing tensor).
+        (the argument of `put_together`, equal on all ranks, without rows or with rows as DTensors; this rank's row of
+        each tensor that it lacks).
 
     Raises:
         ConfigurationError: Ranks have tensors of different shapes. Raised on all ranks.
@@ -47,10 +47,10 @@ def take_apart(optimizer: optim.Optimizer, peers: Peers) -> tuple[dict[str, Any]
 def make_equal(optimizer: optim.Optimizer, peers: Peers) -> None:
     """Collective: every optimizer gets the mean of all ranks' tensors, and the first rank's numbers.
 
-    Its parameter groups stay as they are.
+    Parameter groups stay as they are.
 
     Args:
-        optimizer: This rank's.
+        optimizer: This rank's optimizer.
         peers: The model's peers; the model isn't divided.
 
     Raises:
@@ -90,9 +90,9 @@ def _take_apart(
         kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
     shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
     given = {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]}
-    # Over the world, which can still exchange at its end, for the last save.
+    # Exchange over the world, which can still do so at its end, for the last save.
     told = peers.everybody.exchange([peers.number, given], what=STATE_DICT)
-    by_replica = dict(reversed(told))  # for each replica its first rank's state
+    by_replica = dict(reversed(told))  # the state of each replica's first rank
     state: dict[str, Any] = {"ranks": [by_replica[number] for number in sorted(by_replica)]}
     num_rows, shards = len(by_replica), []
     for (number, key), (name, shape) in _agreed([each["shapes"] for _, each in told]).items():
@@ -112,14 +112,14 @@ def _take_apart(
 
 
 def put_together(state: Mapping[str, Any], optimizer: optim.Optimizer, peers: Peers) -> dict[str, Any]:
-    """Local: a state dict for this rank's optimizer.
+    """Local: make a state dict for this rank's optimizer.
 
     Args:
         state: The result of `take_apart`, with rows as tensors: all rows, or those that this rank needs; for a divided
-            parameter this rank's part of them.
+            parameter, this rank's part of the rows.
         optimizer: This rank's optimizer.
-        peers: The model's peers. If there are as many as saved rows each gets its own row; otherwise all get the mean
-            of all tensors, and rank 0's numbers.
+        peers: The model's peers. If there are as many peers as saved rows, each gets its own row. Otherwise all get the
+            mean of all rows, and rank 0's numbers.
     """
     received, rows = state["ranks"], state.get(ROWS, {})
     parameters = dict(enumerate(_parameters_of(optimizer)))
@@ -149,7 +149,7 @@ def _told(value: Tensor) -> list[Any]:
 
 
 def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each state tensor that some rank has, by number of the parameter and name. Pure."""
+    """Dtype and shape of each state tensor that any rank has, by number of the parameter and name. Pure."""
     found: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for rank, each in enumerate(shapes):
         for number, entries in each.items():
@@ -165,5 +165,5 @@ def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """The mean of [ranks, ...] over ranks; for integers the first rank's."""
+    """The mean of [ranks, ...] over ranks; for integers, the first rank's values."""
     return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0]

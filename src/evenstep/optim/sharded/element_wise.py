@@ -1,4 +1,4 @@
-"""An optimizer divided between elements: every rank steps its shard of each bucket, across parameter boundaries."""
+"""An optimizer divided at any element: every rank steps its shard of each bucket, across parameter boundaries."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ElementWisePartition:
         exchange: Shards gradients and parameters.
         owner: Number of the optimizer in the exchange.
         kind: Class of the inner optimizer.
-        defaults: Its arguments.
+        defaults: Arguments of the inner optimizer.
         groups: The user's parameter groups, read in every step.
         world: The ranks that take part.
-        master: Step 16-bit values in float32.
+        master: Whether 16-bit values are stepped in float32.
     """
 
     elementwise = True
@@ -55,7 +55,7 @@ class ElementWisePartition:
         self._buckets: list[ShardedBucket] = []
         self._segments: list[FlatSegment] = []
         self._are_set = False  # whether every segment's gradient is its part of the shard
-        self._versions: list[int] = []  # of parameters that have master weights
+        self._versions: list[int] = []  # versions of the parameters that have master weights
         self._inner: optim.Optimizer
         self.load_state({})
         exchange.followers[owner] = self
@@ -67,7 +67,7 @@ class ElementWisePartition:
 
     @property
     def num_segments(self) -> int:
-        """How many tensors the inner optimizer sees."""
+        """Number of tensors that the inner optimizer steps."""
         return len(self._segments)
 
     # ------------------------------------------------------------------ the step
@@ -189,7 +189,7 @@ class ElementWisePartition:
             copy_options(self._kind, group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
-        self._versions = []  # so that the next step compares values: they may not fit the loaded state
+        self._versions = []  # so that the next step compares values: parameters may not match the loaded master weights
         for segment in self._segments:
             if segment.state:
                 self._inner.state[segment.values] = {
@@ -212,12 +212,12 @@ class ElementWisePartition:
         return self._segments
 
     def _tell_each_other(self) -> dict[int, tuple[State, dict[str, str]]]:
-        """Collective: by parameter, the state that isn't divided, and names and dtypes of the divided state."""
+        """Collective: exchange, by parameter, the state that isn't divided, and names and dtypes of divided state."""
         mine: dict[str, Any] = {}
         for segment in self._refresh():
             elements = {key: str(value.dtype)[6:] for key, value in segment.elements().items()}
             for part in segment.slices:
-                # Clones: an optimizer that loads the state would otherwise count the steps of all parameters in one
+                # Clone: an optimizer that loads the state would otherwise count the steps of all parameters in one
                 # tensor.
                 scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in segment.scalars().items()}
                 mine[str(part.parameter)] = [scalars, elements]
@@ -234,7 +234,7 @@ class ElementWisePartition:
         wholes: dict[int, State],
         received: Mapping[int, tuple[State, dict[str, str]]],
     ) -> None:
-        """Collective: one entry of all parameters of a bucket."""
+        """Collective: gather one entry of the state of all parameters in a bucket."""
         shard = torch.zeros_like(bucket.values.own, dtype=dtype)
         for segment in self._segments:
             value = segment.elements().get(key) if segment.bucket is bucket else None
@@ -246,16 +246,16 @@ class ElementWisePartition:
                 wholes[slot.parameter][key] = view_like(whole, slot.offset_numel, parameter).clone()
 
     def _whole(self, bucket: ShardedBucket, shard: Tensor) -> Tensor:
-        """Collective: the whole tensor of all ranks' shards, laid out like the bucket."""
+        """Collective: gather all ranks' shards into one tensor, laid out like the bucket."""
         if not self._world.is_closed:
             return bucket.gather(shard)
         return torch.cat(self._world.exchange(shard.cpu())).to(shard.device)
 
     def shards(self, path_of: Callable[[int], tuple[str | int, ...]]) -> tuple[dict[int, State], list[Shard]]:
-        """Collective: (by index of the parameter the state that isn't divided, this rank's slices of the rest).
+        """Collective: (the state that isn't divided, by index of the parameter; this rank's slices of the rest).
 
         Args:
-            path_of: Where a parameter's state belongs.
+            path_of: Returns the place of a parameter's state in the state dict.
         """
         self._take_over_changes()
         received = self._tell_each_other()
@@ -269,14 +269,14 @@ class ElementWisePartition:
                         continue  # a parameter without elements: every rank has its state
                     values = segment.part(value, part)
                     whole = permuted.get(part.parameter)
-                    if whole is not None:  # a contiguous stretch of memory is scattered in the flattened whole
+                    if whole is not None:  # a contiguous range of memory is scattered in the flattened whole tensor
                         values = whole[key].reshape(-1)[part.offset : part.offset + part.numel]
                     path = (*path_of(part.parameter), key)
                     found.append(Shard(path, tuple(parameter.shape), part.offset, values.detach().contiguous()))
         return {index: dict(scalars) for index, (scalars, _) in received.items()}, found
 
     def _gather_permuted(self, received: Mapping[int, tuple[State, dict[str, str]]]) -> dict[int, State]:
-        """Collective: the state of parameters that aren't contiguous (channels_last), whole."""
+        """Collective: gather the whole state of parameters that aren't contiguous (channels_last)."""
         wholes: dict[int, State] = {}
         for bucket in self._buckets:
             scattered = {
@@ -292,7 +292,7 @@ class ElementWisePartition:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank's state takes."""
+        """The memory that this rank's state takes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ class Shard:
     Attributes:
         path: The tensor's place in the state dict, such as ("state", 3, "exp_avg").
         shape: The whole tensor's shape.
-        offset_numel: Where the shard begins in the flattened tensor.
+        offset_numel: First element of the shard in the flattened tensor.
         values: [numel], contiguous.
     """
 
@@ -44,7 +44,7 @@ class Shard:
 
 
 State = dict[str, Any]
-MASTER = "master_weights"  # key in the state of a parameter: its value in full precision
+MASTER = "master_weights"  # key, in a parameter's state, of its value in full precision
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class FlatSegment:
 
     Attributes:
         bucket: The bucket of the shard.
-        slices: The slices of parameters in it, in order; only slices of empty parameters are empty.
+        slices: The slices of parameters in the segment, in order; only slices of empty parameters are empty.
         group: Number of the parameter group.
         values: [numel], the values that are stepped: a view of the shard, or its copy in full precision.
         state: The inner optimizer's state.
@@ -67,17 +67,17 @@ class FlatSegment:
 
     @property
     def begin(self) -> int:
-        """First element, counted in the shard."""
+        """Index of the first element in the shard."""
         return self.slices[0].begin
 
     @property
     def end(self) -> int:
-        """The position after the last element, counted in the shard."""
+        """Index after the last element in the shard."""
         return self.slices[-1].end
 
     @property
     def own(self) -> Tensor:
-        """[numel], the parameters' values: a view of the shard."""
+        """The parameters' values: a view of the shard, [numel]."""
         return self.bucket.values.own[self.begin : self.end]
 
     @property
@@ -86,7 +86,7 @@ class FlatSegment:
         return self.values.dtype is not self.bucket.values.own.dtype
 
     def part(self, tensor: Tensor, part: ShardSlice) -> Tensor:
-        """Return a slice of a tensor that is as long as the segment. A view."""
+        """View a slice of a tensor that is as long as the segment."""
         return tensor[part.begin - self.begin : part.end - self.begin]
 
     def elements(self) -> dict[str, Tensor]:
@@ -95,13 +95,13 @@ class FlatSegment:
         return {**found, MASTER: self.values} if self.has_master else found
 
     def scalars(self) -> State:
-        """The rest of the state."""
+        """The state that isn't in `elements`."""
         return {key: value for key, value in self.state.items() if not is_divided(key, value, self.values)}
 
     def cut(self, keep_together: Callable[[ShardSlice], Hashable]) -> list[FlatSegment]:
         """Cut this segment into runs of slices with the same result of `keep_together`.
 
-        They share this segment's memory.
+        The new segments share this segment's memory.
         """
         segments = []
         for _, group in groupby(self.slices, keep_together):
@@ -121,14 +121,15 @@ def build_segments(
     master: bool,
     is_loaded: bool,
 ) -> Iterator[FlatSegment]:
-    """The segments of one bucket's shard, with their part of the state.
+    """Make the segments of one bucket's shard, with their part of the state.
 
     Args:
         bucket: The bucket.
         group_of: Returns the number of a parameter's group, by index of the parameter.
         wholes: The state by index of the parameter, with tensors of the parameter's shape.
-        master: Keep values of 16 bits in float32.
-        is_loaded: Convert the state to the values' dtype; else it keeps the dtype that its optimizer has chosen.
+        master: Whether values of 16 bits are kept in float32.
+        is_loaded: Whether to convert the state to the values' dtype; else it keeps the dtype that its optimizer has
+            chosen.
     """
 
     def kind(part: ShardSlice) -> Hashable:
@@ -141,7 +142,7 @@ def build_segments(
             tuple(sorted((k, str(v.dtype)) for k, v in state.items() if k not in scalars)),
         )
 
-    # Every rank has the whole of a parameter without elements, and its state: torch's optimizers have one for it.
+    # Every rank has the parameters without elements, and their state: torch's optimizers have state for them.
     here = [part for part in bucket.slices if part.numel or not bucket.parameters[part.index].numel()]
     for _, same in groupby(here, kind):
         slices = tuple(same)

@@ -1,6 +1,6 @@
-"""An optimizer divided at parameter boundaries: every rank steps whole parameters.
+"""An optimizer that is divided at parameter boundaries: every rank steps whole parameters.
 
-For steps that need whole parameters; and for all steps in a world of one, where packing would only cost copies.
+Used for steps that need whole parameters; and for all steps in a world of one, where packing would only cost copies.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
     """Assign parameters to ranks: the largest first, each to the rank that has the fewest elements so far. Pure.
 
     Args:
-        numels: By index of the parameter, its number of elements.
-        num_ranks: How many ranks there are.
+        numels: Number of elements, by index of the parameter.
+        num_ranks: Number of ranks.
     """
     loads = [0] * num_ranks
     owners = {}
@@ -41,20 +41,20 @@ def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
 
 
 class PerParameterPartition:
-    """Steps this rank's parameters with an inner optimizer of the user's class, and receives all others.
+    """Steps this rank's parameters with an inner optimizer of the user's class, and receives all other parameters.
 
     Args:
         parameters: The model's parameters, in registration order.
-        groups_by_index: For each parameter that is stepped, the number of its group.
+        groups_by_index: Number of the group, by index of each parameter that is stepped.
         kind: Class of the inner optimizer.
-        defaults: Its arguments.
+        defaults: Arguments of the inner optimizer.
         groups: The user's parameter groups, read in every step.
         world: The ranks that take part.
         transport: The model's transport; carries the values of parameters.
-        elementwise: Whether the step is element-wise nevertheless.
+        elementwise: Whether the step is element-wise, although parameters are stepped as a whole.
 
     Attributes:
-        elementwise: As given.
+        elementwise: The given argument.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PerParameterPartition:
     # ------------------------------------------------------------------ the step
 
     def step(self, groups: Groups) -> None:
-        """Collective: step this rank's parameters, and receive the values of the others'."""
+        """Collective: step this rank's parameters, and receive the values of the other ranks' parameters."""
         self.run(groups, step_without_hooks(self._kind))
 
     def run(self, groups: Groups, call: Callable[[optim.Optimizer], _Answer]) -> _Answer:
@@ -141,7 +141,7 @@ class PerParameterPartition:
         return {key: value for key, value in state.items() if key != MASTER}
 
     def _flatten_parameters(self) -> None:
-        """Move parameters of one owner and dtype into one flat tensor, so that few broadcasts carry them."""
+        """Move all parameters of one owner and dtype into one flat tensor, so that few broadcasts carry them."""
         together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
         for index, owner in sorted(self._owners.items()):
             parameter = self._parameters[index]
@@ -176,7 +176,7 @@ class PerParameterPartition:
         return {index: wholes[index] for index in sorted(wholes)}
 
     def shards(self, path_of: Callable[[int], tuple[str | int, ...]]) -> tuple[dict[int, State], list[Shard]]:
-        """Collective: (by index of the parameter the state that isn't divided, this rank's part of the rest).
+        """Collective: (the state that isn't divided, by index of the parameter; this rank's part of the rest).
 
         Args:
             path_of: Returns the place of a parameter's state in the state dict.

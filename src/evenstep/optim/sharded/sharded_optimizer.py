@@ -32,7 +32,7 @@ from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 Partition = ElementWisePartition | PerParameterPartition
 
-_ORDER = "order of gradients"  # as in `Exchange.order`, in a checkpoint
+_ORDER = "order of gradients"  # key of `Exchange.order` in a checkpoint
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -42,13 +42,13 @@ class ShardedOptimizer(optim.Optimizer):
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
 
     Collective: every rank makes it, with the same arguments, before the training loop; every rank calls `step`. It is a
-    `torch.optim.Optimizer`: parameter groups, schedulers, hooks, `zero_grad` and hyper-parameters are torch's.
+    `torch.optim.Optimizer`: parameter groups, schedulers, hooks, `zero_grad` and hyper-parameters are used as usual.
 
-    During the backward pass gradients are summed so that each rank gets only its shard; `step` updates the shard, and
-    every rank gets the new values of all shards. Meanwhile `p.grad` is a placeholder that raises when it is read: clip
+    During the backward pass gradients are summed so that each rank gets only its shard. `step` updates the shard, and
+    every rank gets the new values of all shards. Until then `p.grad` is a placeholder that raises when it is read: clip
     with `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is the usual gradient.
 
-    Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at parameter
+    Optimizers whose step isn't known to be element-wise (Adafactor, Muon, your own classes) are divided at parameter
     boundaries: gradients are whole, state and work are divided. Values that a step writes into its groups (`k` of
     schedule-free optimizers) are copied to `param_groups`, and compared between ranks. Methods of the class that
     torch's optimizers lack, such as `train()` and `eval()`, work too: call them on all ranks.
@@ -56,21 +56,21 @@ class ShardedOptimizer(optim.Optimizer):
     Args:
         model: An `evenstep.DistributedDataParallel`.
         kind: Class of the optimizer, such as `torch.optim.AdamW`.
-        params: As for `kind`: parameters of the model, or groups of them; None: all trained parameters.
-        shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets then share memory, which
-            two of them use at a time.
+        params: Parameters of the model, or groups of them, as for `kind`; None: all trained parameters.
+        shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets then share memory: there
+            is enough for two at a time.
         elementwise: Whether the step changes an element only by that element's gradient and state; None: known for
             torch's classes, False for others.
         master_weights: Step 16-bit parameters in float32, and keep the float32 values in the state.
         reduce_dtype: The dtype in which gradients are added over ranks; None: the parameters' own.
-        defaults: Arguments of `kind`. If it has a fused step, and neither `fused` nor `foreach` is given, the fused
-            step is used.
+        defaults: Arguments of `kind`. If the class has a fused step, and neither `fused` nor `foreach` is given, the
+            fused step is used.
 
     Raises:
         ConfigurationError: The model or optimizer class is wrong, or a parameter isn't the model's, or belongs to
             another ShardedOptimizer. Raised on all ranks if it happens on one.
-        UsageError: It was made between a backward pass and the reduction of its gradients, or while the model has a
-            LocalSGD. Raised on all ranks if it happens on one.
+        UsageError: The optimizer was made between a backward pass and the reduction of its gradients, or while the
+            model has a LocalSGD. Raised on all ranks if it happens on one.
         MismatchError: The ranks were given different arguments. Raised on all ranks. Later, backward passes raise it if
             options of the groups have become different between ranks.
     """
@@ -78,7 +78,7 @@ class ShardedOptimizer(optim.Optimizer):
     model: DistributedDataParallel
     _partition: Partition | None = None
     _sharding: Sharding | None = None
-    _index_of: dict[int, int]  # by id of the parameter
+    _index_of: dict[int, int]  # index of each parameter, by id
 
     @excepthook.for_users
     def __init__(
@@ -202,9 +202,9 @@ class ShardedOptimizer(optim.Optimizer):
         return loss
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the optimizer's class that torch's optimizers lack, such as `eval()` of schedule-free ones.
+        """A method of the optimizer's class that torch's optimizers lack, such as `eval()` of schedule-free optimizers.
 
-        Collective: each rank runs it on its own part, and changed parameters are gathered as after a step.
+        Collective: each rank runs the method on its own part, and changed parameters are gathered as after a step.
 
         Raises:
             AttributeError: The class has no such method.
@@ -233,9 +233,9 @@ class ShardedOptimizer(optim.Optimizer):
             super().zero_grad(set_to_none=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of a plain optimizer, whole. Collective.
+        """The whole state dict, as of a plain optimizer. Collective.
 
-        It loads into a plain optimizer of the same class, and into a divided one on any number of ranks.
+        It loads into a plain optimizer of the same class, and into a ShardedOptimizer on any number of ranks.
         """
         by_index = self._divided.gather_state()
         states = {parameter: by_index.get(self._index_of[id(parameter)]) for parameter in self._all_parameters()}
@@ -246,14 +246,14 @@ class ShardedOptimizer(optim.Optimizer):
             self.state = _PartitionedState()  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict, of a plain optimizer or of a divided one on any number of ranks.
+        """Load a state dict of a plain optimizer, or of a ShardedOptimizer on any number of ranks.
 
         Every rank passes the same state dict.
 
         Raises:
-            ConfigurationError: It isn't a state dict, it is that of another class of optimizer, or a tensor doesn't
-                have its parameter's shape. Nothing was loaded.
-            ValueError: torch's own, if parameter groups don't match.
+            ConfigurationError: `state_dict` isn't a state dict, is another optimizer class's, or has a tensor without
+                its parameter's shape. Nothing was loaded.
+            ValueError: Raised by torch if parameter groups don't match.
         """
         with abort_peers(self):
             _validate_state_dict(state_dict)
@@ -266,7 +266,7 @@ class ShardedOptimizer(optim.Optimizer):
             heard.append(given)
             return {**given, "state": {}}
 
-        # After the program's own hooks, which may return another state dict.
+        # Runs after the program's own hooks, which may return another state dict.
         handle = self.register_load_state_dict_pre_hook(take_state)
         try:
             super().load_state_dict(dict(state_dict))
@@ -283,11 +283,11 @@ class ShardedOptimizer(optim.Optimizer):
         self._divided.load_state(by_index, is_loaded=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective: as in torch; parameters of the wrapped model.
+        """Collective: add a group of parameters of the wrapped model, as in torch.
 
         Raises:
-            ConfigurationError: As for the class.
-            UsageError: As for the class.
+            ConfigurationError: See the class.
+            UsageError: See the class.
         """
         add = super().add_param_group
         if self._partition is None:  # called by the constructor, which has checked the group
@@ -317,11 +317,11 @@ class ShardedOptimizer(optim.Optimizer):
             raise
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
-        """Collective: the state dict without its divided tensors, and this rank's pieces of these tensors.
+        """Collective: the state dict without its divided tensors, and this rank's shards of these tensors.
 
         Returns:
-            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces. Put together
-            they are the argument of `load_state_dict`.
+            (the state that is equal on all ranks, this rank's shards). `evenstep.Checkpointer` writes each rank's
+            shards; `load_state_dict` takes the two put together.
         """
         number_of = {self._index_of[id(p)]: number for number, p in enumerate(self._all_parameters())}
         scalars, shards = self._divided.shards(lambda index: ("state", number_of[index]))
@@ -335,7 +335,7 @@ class ShardedOptimizer(optim.Optimizer):
         return self._divided.num_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: its parameters are in its model's memory, and on other ranks.
+        """Refuse copies and pickles: parameters are in the model's memory, and state is on other ranks.
 
         Raises:
             UsageError: Always.
@@ -369,7 +369,7 @@ class ShardedOptimizer(optim.Optimizer):
         }
 
     def _packed(self, by_index: Mapping[int, State]) -> dict[str, Any]:
-        """A state dict of which a part is missing."""
+        """Make a state dict from a part of the state."""
         packed: dict[str, Any] = super().state_dict()
         states = {number: by_index.get(self._index_of[id(p)]) for number, p in enumerate(self._all_parameters())}
         packed["state"] = {number: state for number, state in states.items() if state}
@@ -385,7 +385,7 @@ class ShardedOptimizer(optim.Optimizer):
         for number, group in enumerate(state_dict["param_groups"]):
             strange = group.keys() - {"initial_lr"}.union(*self.param_groups)
             lacking = _lacks(self._kind, self._defaults_given, group) if strange else set()
-            if lacking:  # unknown entries alone may be a scheduler's, or another version's
+            if lacking:  # unknown entries alone may come from a scheduler or another version
                 raise ConfigurationError(
                     f"load_state_dict on rank {self.model.world.rank}: parameter group {number} has "
                     f"{', '.join(sorted(strange))}, and lacks {', '.join(sorted(lacking))}: it was saved from another "
@@ -395,7 +395,7 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _validate_loaded(self, state_dict: Mapping[str, Any]) -> None:
         if not self._divided.elementwise:
-            return  # such an optimizer's state may have other shapes
+            return  # the state of such an optimizer may have other shapes
         for number, parameter in self._numbered(state_dict):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and not is_divided(key, value, parameter):
@@ -426,7 +426,7 @@ class ShardedOptimizer(optim.Optimizer):
             )
         stepped = self._stepped_by_others()
         if not stepped.isdisjoint(map(id, parameters)):
-            gc.collect()  # optimizers are in reference cycles: an unused one may not be collected yet
+            gc.collect()  # optimizers are in reference cycles: an unused optimizer may not be collected yet
             stepped = self._stepped_by_others()
         for parameter in parameters:
             index = self._index_of.get(id(parameter))
@@ -463,7 +463,7 @@ class _PartitionedState(dict[Any, Any]):
     """`optimizer.state`: empty. Looking up a parameter in it raises an error."""
 
     def __bool__(self) -> bool:
-        """True: torch's `get_optimizer_state_dict` steps an optimizer whose state is empty."""
+        """Return True: torch's `get_optimizer_state_dict` would step an optimizer whose state is empty."""
         return True
 
     def __missing__(self, key: object) -> Any:

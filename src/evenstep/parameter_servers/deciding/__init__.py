@@ -2,6 +2,6 @@
 
 Reading order:
 
-    coordinator.py  which pushes make an update, and which workers may continue
-    batch_queue.py  which worker takes which batch of an epoch
+    coordinator.py  decides which pushes make an update, and which workers may continue
+    batch_queue.py  decides which worker gets which batch of an epoch
 """

@@ -1,10 +1,10 @@
-"""Which worker gets which batch of an epoch. Each batch is given out once; fast workers get more. Pure.
+"""Decides which worker gets which batch of an epoch. Each batch is given out once; fast workers get more. Pure.
 
 [Note: a batch's way]
 
 A batch is *open* until a worker takes it, *held* until the gradients of its samples are applied, and then *finished*.
-A batch that a worker holds when it ends is open again. If the other workers are in a later epoch by then, they take it
-there.
+A batch that a worker holds when it ends is open again. If the other workers are already in a later epoch, they take it
+during that epoch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-Pass = tuple[int, int, int]  # number of the loader, epoch, and which iteration of that epoch
-Batch = tuple[Pass, int]  # and its number in the epoch
+Pass = tuple[int, int, int]  # number of the loader, epoch, and number of the iteration of that epoch
+Batch = tuple[Pass, int]  # the pass, and the batch's number in the epoch
 
 
 class Taken(NamedTuple):
     """The answer to a worker that asks for a batch.
 
     Attributes:
-        batch: The batch. One that came back may be of an earlier epoch than the worker's. None: there is none now.
+        batch: The batch; None: there is none now. A batch that another worker gave back may be of an earlier epoch than
+            the worker's.
         is_over: All batches of the worker's own pass are finished.
-        failure: Why there is no batch: the workers' loaders differ. "": they don't.
+        failure: Why there is no batch, if the workers' loaders differ; else "".
     """
 
     batch: Batch | None
@@ -37,9 +38,9 @@ class Taken(NamedTuple):
 class _State:
     facts: str  # "": not known yet
     num_batches: int  # 0: not known yet
-    first: int = 0  # all before it are finished
-    ahead: set[int] = field(default_factory=set)  # later ones that are finished
-    next: int = 0  # it and later ones were never given out, except those that an earlier run has finished
+    first: int = 0  # all batches before this number are finished
+    ahead: set[int] = field(default_factory=set)  # later batches that are finished
+    next: int = 0  # from this number on no batch was given out, except in an earlier run
     returned: deque[int] = field(default_factory=deque)
 
 
@@ -48,17 +49,17 @@ class BatchQueue:
 
     def __init__(self) -> None:
         self._passes: dict[Pass, _State] = {}
-        self._held: dict[int, set[Batch]] = {}  # by worker
-        self._first_epochs: dict[int, int] = {}  # by loader: epochs before it were finished before this run
+        self._held: dict[int, set[Batch]] = {}  # batches that each worker holds
+        self._first_epochs: dict[int, int] = {}  # by loader: earlier epochs were finished before this run
 
     def __repr__(self) -> str:
         return f"<BatchQueue {len(self._passes)} passes, {sum(map(len, self._held.values()))} batches held>"
 
     def take(self, worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
-        """The next batch for a worker: an open one of an earlier pass over this loader, else the next of its own pass.
+        """The next batch for a worker: an open one of an earlier pass over the loader, else the next of its own pass.
 
         Args:
-            worker: Its number.
+            worker: The worker's number.
             wanted: The worker's pass.
             num_batches: The batches of the epoch.
             facts: Values that decide which samples a batch has; equal on all workers.
@@ -67,7 +68,7 @@ class BatchQueue:
         if epoch < self._first_epochs.get(loader, 0):
             return Taken(None, is_over=True)
         state = self._passes.setdefault(wanted, _State(facts, num_batches))
-        if not state.num_batches and _agree(state.facts, facts):  # begun before this run by a loader without a queue
+        if not state.num_batches and _agree(state.facts, facts):  # begun by a loader without a queue
             state.facts, state.num_batches = facts, num_batches
         if (state.facts, state.num_batches) != (facts, num_batches):
             return Taken(
@@ -86,7 +87,7 @@ class BatchQueue:
         return Taken(None, is_over=state.first == state.num_batches)
 
     def finish(self, worker: int, batches: Iterable[Batch]) -> None:
-        """The gradients of a worker's batches are applied."""
+        """Mark a worker's batches as finished, after their gradients were applied."""
         held = self._held.get(worker, set())
         for each in batches:
             if each in held:
@@ -98,7 +99,7 @@ class BatchQueue:
                     state.first += 1
 
     def give_back(self, worker: int, batches: Iterable[Batch] | None = None) -> list[Batch]:
-        """Reopen some batches that a worker holds, or all with None; returns them."""
+        """Reopen batches that a worker holds, or all with None; returns the reopened batches."""
         held = self._held.get(worker, set())
         found = sorted(held if batches is None else held & set(batches))
         held -= set(found)
@@ -107,7 +108,7 @@ class BatchQueue:
         return found
 
     def is_returned(self, batch: Batch) -> bool:
-        """Whether a batch came back and is still open."""
+        """Whether a batch was given back and is still open."""
         return batch[1] in self._passes[batch[0]].returned
 
     # ------------------------------------------------------------------ checkpoints
@@ -127,7 +128,7 @@ class BatchQueue:
         return {"passes": passes, "first_epochs": {str(key): value for key, value in self._first_epochs.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Begin with a saved `state`."""
+        """Load a result of `state`."""
         self._passes, self._held = {}, {}
         self._first_epochs = {int(key): int(value) for key, value in state["first_epochs"].items()}
         for each in state["passes"]:
@@ -140,7 +141,7 @@ class BatchQueue:
 
 
 def _agree(before: str, facts: str) -> bool:
-    """Whether a loader's batches may be those of the loader without a queue that began an epoch."""
+    """Whether the facts of a loader agree with those of the loader without a queue that began an epoch."""
     return not before or json.loads(before).items() <= json.loads(facts).items()
 
 

@@ -1,18 +1,18 @@
-"""Which pushes make an update, and which workers may continue: decided by the first server for all. Pure.
+"""Decides which pushes make an update, and which workers may continue. The first server decides for all. Pure.
 
 [Note: one order of updates]
 
-Every server has another part of each gradient. If each decided by itself, two servers could apply the pushes of a
-worker that was killed differently, and pull different versions. So a worker sends the other servers their parts first,
-and then asks the first server for its step. The first server's `Coordinator` decides, and every server executes the
-same numbered `Decision`s in their order. Hence a push is applied on all servers or on none, and a worker gets one
-version of all parameters.
+Every server has a different part of each gradient. If each decided by itself, one server could apply the last push of a
+killed worker and another not, and workers would get parameters of different versions. So a worker sends the other
+servers their parts first, and then requests its step from the first server. The first server's `Coordinator` decides,
+and every server executes the same numbered `Decision`s in their order. Hence a push is applied on all servers or on
+none, and a worker gets one version of all parameters.
 
 | mode | gradients are applied | a worker continues |
 | --- | --- | --- |
 | "sync" | once a step, of all workers together | after the update |
-| "async" | each push by itself, at once | at once |
-| "bounded" | each push by itself, at once | when the slowest worker is at most `max_staleness` steps behind |
+| "async" | each push separately, at once | at once |
+| "bounded" | each push separately, at once | when the slowest worker is at most `max_staleness` steps behind |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mode:
 
     Attributes:
         name: "sync", "async" or "bounded".
-        max_staleness: For "bounded": how many steps a worker may be ahead of the slowest.
+        max_staleness: For "bounded": number of steps by which a worker may be ahead of the slowest.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Push(NamedTuple):
 
     Attributes:
         weight: Sum of the worker's weights; 0: it had no samples, and no server has gradients.
-        version: The version of the parameters that it was computed with: the number of updates.
-        batches: The batches whose gradients it has.
+        version: The version, as number of updates, of the parameters with which the push was computed.
+        batches: The batches whose gradients the push has.
     """
 
     weight: float
@@ -58,15 +58,15 @@ class Decision(NamedTuple):
     """The next actions of all servers.
 
     Attributes:
-        number: From 1, without a gap.
+        number: The decision's number, from 1, without gaps.
         applied: Pushes that make one update, in the order of summation.
-        released: Calls that are answered after that, with the new parameters.
+        released: Calls that are answered after the update, with the new parameters.
         gone: Workers that were lost.
-        saves: The queue's state, to be saved with the servers'; None: nothing is saved here.
-        is_last: The save has to be complete before anything else: the run ends after it.
-        stops: A stop was requested.
-        failure: Why the run can't continue: the answer to waiting and later calls; "": it can continue.
-        has_ended: All workers have left.
+        saves: The queue's state, to save with the servers' state; None: nothing is saved.
+        is_last: Whether the run ends after this save, which therefore has to be complete first.
+        stops: Whether a stop was requested.
+        failure: Why the run can't continue, as answer to waiting and later calls; "": it can continue.
+        has_ended: Whether all workers have left.
     """
 
     number: int
@@ -81,7 +81,7 @@ class Decision(NamedTuple):
 
 
 def decoded(values: Sequence[Any]) -> Decision:
-    """A decision, decoded from JSON."""
+    """Decode a decision from JSON."""
     number, applied, released, *rest = values
     return Decision(number, [(w, n) for w, n in applied], [(w, n) for w, n in released], *rest)
 
@@ -91,9 +91,9 @@ class _Member:
     """A worker that trains.
 
     Attributes:
-        clock: Steps that it has pushed.
-        call: Its call that waits for its release; None: no call waits.
-        push: Its push that isn't in an update yet; None: there is none.
+        clock: Steps that the worker has pushed.
+        call: The worker's call that waits for its release; None: no call waits.
+        push: The worker's push that isn't in an update yet; None: there is none.
     """
 
     clock: int
@@ -102,14 +102,14 @@ class _Member:
 
 
 class Coordinator:
-    """See the top of the file. Not for several threads at once.
+    """Decides for all servers and workers: see [Note: one order of updates]. Not for several threads at once.
 
     Args:
-        mode: See the table.
-        workers: The numbers of the workers that will join; the others wait for them.
-        queue: The batches; each is finished when its push is applied.
+        mode: When gradients are applied, and which workers wait.
+        workers: Numbers of the workers that will join; those that have joined wait for them.
+        queue: The queue of batches; each batch is finished when its push is applied.
         version: Number of updates so far.
-        saves_at_end: Save the state when all workers have left, and only then answer them.
+        saves_at_end: Whether to save the state when all workers have left, before they are answered.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Coordinator:
     ) -> None:
         self._mode, self._queue, self._saves_at_end = mode, queue, saves_at_end
         self._expected = set(workers)
-        self._members: dict[int, _Member] = {}  # by worker, without those that have left
+        self._members: dict[int, _Member] = {}  # by worker, without workers that have left
         self._leaving: dict[int, Key] = {}  # the waiting call of each worker that has left
-        self._has_left = False  # whether any has left; it may have been lost since
+        self._has_left = False  # whether any worker has left; it may have been lost since
         self._lost: list[tuple[int, Batch]] = []  # batches that lost workers held
         self._number = 0
         self._failure = ""
@@ -134,26 +134,26 @@ class Coordinator:
 
     @property
     def members(self) -> set[int]:
-        """Workers that train."""
+        """Numbers of the workers that train."""
         return set(self._members)
 
     @property
     def expected(self) -> set[int]:
-        """Workers that have not joined yet."""
+        """Numbers of the workers that have not joined yet."""
         return set(self._expected)
 
     def join(self, worker: int) -> None:
-        """A worker begins.
+        """Let a worker join.
 
-        Workers that are waited for begin at their first step; the others are ahead by at most the bound. A worker that
-        joins later begins at the step of the slowest member, so it delays nobody more than that member does.
+        An expected worker begins at its first step: the others are ahead by at most the bound. A worker that joins
+        later begins at the step of the slowest member, so it delays nobody more than that member does.
         """
         here = [0] if worker in self._expected else [member.clock for member in self._members.values()]
         self._expected.discard(worker)
         self._members[worker] = _Member(min(here, default=0))
 
     def lose(self, worker: int) -> list[Decision]:
-        """A worker's process has ended. If it had not left, its batches go to others."""
+        """Remove a worker whose process has ended. If it had not left, its batches go to others."""
         left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
         if left is None and lost is None:
             return self.give_up([worker]) if worker in self._expected else []
@@ -161,19 +161,19 @@ class Coordinator:
         return [self._decide(gone=[worker]), *self._advance()]
 
     def give_up(self, workers: Iterable[int]) -> list[Decision]:
-        """No longer wait for workers that have never joined."""
+        """Stop waiting for workers that have never joined."""
         self._expected -= set(workers)
         return self._advance()
 
     def leave(self, key: Key, failure: str = "") -> list[Decision]:
-        """A worker has ended: in good order, or with a failure that ends the run."""
+        """Let a worker leave, without an error or with a failure that ends the run."""
         if self._members.pop(key[0], None) is not None:
             self._leaving[key[0]], self._has_left = key, True
         self._queue.give_back(key[0])
         return self.fail(failure) if failure else self._advance()
 
     def fail(self, failure: str) -> list[Decision]:
-        """The run can't continue."""
+        """End the run, because it can't continue."""
         self._failure = self._failure or failure
         return self._advance()
 
@@ -190,11 +190,11 @@ class Coordinator:
     # ------------------------------------------------------------------ requests
 
     def pull(self, key: Key) -> list[Decision]:
-        """A worker requests the present parameters."""
+        """Answer a worker's request for the present parameters."""
         return [] if self._failure else [self._decide(released=[key])]
 
     def push(self, key: Key, push: Push) -> list[Decision]:
-        """A worker ends a step; all servers have its gradients."""
+        """Record a worker's push. All servers have its gradients."""
         member = self._members.get(key[0])
         if member is None or self._failure:
             return []
@@ -204,7 +204,7 @@ class Coordinator:
         return [*applied, *self._advance()]
 
     def save(self, *, is_last: bool = False, stops: bool = False) -> list[Decision]:
-        """Have all servers save their state, between the same two updates."""
+        """Make all servers save their state, between the same two updates."""
         return [self._decide(saves=self._queue.state(), is_last=is_last, stops=stops)]
 
     # ------------------------------------------------------------------ decisions
@@ -219,7 +219,7 @@ class Coordinator:
         if self._failure:
             return [self._decide(failure=self._failure, has_ended=True)]
         decisions = []
-        # By worker, so that the sum doesn't depend on the order of arrival.
+        # In order of workers, so that the sum doesn't depend on the order of arrival.
         if not self._expected and all(member.push is not None for member in self._members.values()):
             decisions += self._apply([member for _, member in sorted(self._members.items())])
         released = self._release()

@@ -1,7 +1,7 @@
 """The value of a row before it is trained: a function of seed, table and the row's number only. Pure.
 
-So it depends neither on the number of servers nor on the order in which rows are first used, and an untrained row needs
-no memory.
+It depends neither on the number of servers nor on the order in which rows are first used, and an untrained row needs no
+memory.
 
 [Note: how a value is drawn]
 A counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with SplitMix64's
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evenstep.ground.computing.randomness import mix
 
-_BLOCK = 65_536  # values at a time: intermediate arrays stay in the cache
+_BLOCK = 65_536  # values per pass: intermediate arrays stay in the cache
 _TAG = 0x726F7773  # "rows": keys of other streams from the same seed stay unrelated
 
 
@@ -28,7 +28,7 @@ def normal_rows(ids: Tensor, dim: int, *, table: str, seed: int, std: float, dty
 
     Args:
         ids: [n], int64, not negative.
-        dim: Columns.
+        dim: Number of columns.
         table: The table's name, so that tables with the same seed differ.
         seed: The seed of all tables.
         std: Standard deviation; 0: zeros.
@@ -49,7 +49,7 @@ def normal_rows(ids: Tensor, dim: int, *, table: str, seed: int, std: float, dty
 
 
 def _normal(counters: np.ndarray, key: np.uint64) -> np.ndarray:
-    """[Note: how a value is drawn]."""
+    """Normal numbers from counters and a key: see [Note: how a value is drawn]."""
     bits = (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

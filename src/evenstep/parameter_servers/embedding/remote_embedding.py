@@ -5,7 +5,7 @@
     worker    unique ids ── lookup ── rows, a leaf of the graph ── forward, backward ── gradients of rows ── ps.step
     server                  rows                                                       add, divide, optimizer
 
-A lookup makes a leaf tensor of the batch's different rows, from which the output is gathered. When autograd has summed
+A lookup makes a leaf tensor of the batch's distinct rows, from which the output is gathered. When autograd has summed
 the leaf's gradient, a hook removes it from the leaf and stores it with the ids until the step. So a forward pass
 without a backward pass leaves nothing behind.
 """
@@ -65,48 +65,48 @@ def _nothing() -> None:
 
 @dataclass
 class _Lookup:
-    """Rows that were requested; they may have arrived."""
+    """A request for rows, which may have arrived."""
 
     ids: Tensor  # [n], int64, ascending, each once
     positions: list[Tensor]  # for each server, the positions of its ids
     finish: Callable[[], list[Tensor]]
-    has_begun: bool = False  # the step that it was requested for
+    has_begun: bool = False  # whether the step for which it was requested has begun
 
 
 class RemoteEmbedding(nn.Module):
-    """An embedding table on the servers of `evenstep.parameter_server`; a worker sees the rows of its batch only.
+    """An embedding table on the servers of `evenstep.parameter_server`; a worker sees only the rows of its batch.
 
-    It is a part of the model that `model_fn` makes, and is used as `torch.nn.Embedding` or, with `pooling`,
-    `torch.nn.EmbeddingBag`. It has no parameters on workers: `ps.step` pushes the gradients of the rows that were used,
-    and the servers' own optimizer of the table changes those rows, in the same step as the parameters of the model.
-    Rows of all tables are divided over the servers: row i is on server i modulo their number.
+    It is a part of the model that `model_fn` makes, and is used like `torch.nn.Embedding` or, with `pooling`, like
+    `torch.nn.EmbeddingBag`. It has no parameters on workers: `ps.step` pushes the gradients of the used rows, and the
+    servers' own optimizer of the table changes these rows, in the same step as the model's parameters. Rows of all
+    tables are divided over the servers: row i is on server i modulo their number.
 
     The first value of a row is a function of `seed`, the table's name and the row's number; it doesn't depend on the
     number of servers. Servers allocate memory as rows are trained.
 
     Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        padding_idx: A row of zeros, which is never trained and is left out of bags. None: no such row.
+        num_embeddings: Number of rows.
+        embedding_dim: Number of columns.
+        padding_idx: The number of a row of zeros, which is never trained and is left out of bags; None: no such row.
         pooling: None: a row for each id. "sum", "mean", "max": one row for each bag of ids.
         optimizer: "sgd", "adagrad" (Duchi et al., 2011) or "rowwise_adagrad" (one accumulator for a row). A row that
-            isn't in a step is left alone, with its state.
+            isn't used in a step stays as it is, and so does its state.
         lr: Learning rate. `module.lr` may be set between steps; in "sync" on all workers.
         eps: Added to the denominator of "adagrad" and "rowwise_adagrad".
         init_std: The first rows are drawn from a normal distribution with this standard deviation.
-        init_fn: Makes the first rows instead: ids [n] to rows [n, embedding_dim], always the same for an id. Runs on
+        init_fn: Makes the first rows instead, from ids [n]: rows [n, embedding_dim], always the same for an id. Runs on
             servers.
         seed: The seed of the first rows.
         name: The name of the table; None: the module's name in the model.
 
     Attributes:
-        lr: See above.
+        lr: The learning rate.
 
     Raises:
         ConfigurationError: An argument is wrong.
     """
 
-    like: Tensor  # [0]: has the rows' dtype and device, so that `.double()` and `.to()` work as usual
+    like: Tensor  # [0]: an empty tensor with the rows' dtype and device, so that `.double()` and `.to()` work as usual
 
     @excepthook.for_users
     def __init__(
@@ -161,13 +161,13 @@ class RemoteEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """The rows of some ids, or of bags of them.
+        """Look up the rows of ids, or of bags of ids.
 
         Waits for the servers, unless `prefetch` was called with these ids.
 
         Args:
             ids: int64 or int32, any shape. With `pooling` [bags, size], or [n] with `offsets`.
-            offsets: [bags], where each bag begins in `ids`. Only with `pooling`.
+            offsets: [bags], the first position of each bag in `ids`. Only with `pooling`.
             per_sample_weights: The factor of each row, in the shape of `ids`. Only with `pooling="sum"`.
 
         Returns:
@@ -205,8 +205,8 @@ class RemoteEmbedding(nn.Module):
         """Request rows that a later `forward` of this step or the next one needs, without waiting for them.
 
         If this is called for the next batch before the present batch is computed, the transfer is hidden behind the
-        computation. `forward` uses the requested rows if it is called with the same set of ids. It uses their values at
-        the time of the request, without later steps, also without this worker's own last step.
+        computation. `forward` uses the requested rows if it is called with the same set of ids. The values are those at
+        the time of the request, without later steps, even without this worker's own last step.
 
         Args:
             ids: As in `forward`.
@@ -224,11 +224,11 @@ class RemoteEmbedding(nn.Module):
         self._ahead.append(self._start(torch.unique(self._validate_ids(ids))))
 
     def rows(self, first: int = 0, last: int | None = None) -> Tensor:
-        """A range of rows as they are now, for an export.
+        """A range of rows with their present values, for an export.
 
         Args:
             first: The first row.
-            last: One more than the last; None: to the end.
+            last: One more than the last row; None: to the end.
 
         Returns:
             [last - first, embedding_dim], on the CPU.
@@ -245,7 +245,7 @@ class RemoteEmbedding(nn.Module):
             rows[self.padding_idx - first] = 0
         return rows
 
-    # What `evenstep.parameter_server` calls.
+    # Methods that `evenstep.parameter_server` calls.
 
     def attach(self, name: str, who: str, num_servers: int, start: StartLookup, *, may_prefetch: bool) -> None:
         """Connect with the servers' tables.
@@ -253,14 +253,14 @@ class RemoteEmbedding(nn.Module):
         Args:
             name: The table's name.
             who: This worker, for messages.
-            num_servers: At least 1.
+            num_servers: Number of servers, at least 1.
             start: Sends a lookup.
-            may_prefetch: Rows may lack the steps since they were looked up: not in "sync".
+            may_prefetch: Whether rows may lack the steps since they were looked up; not in "sync".
         """
         self._attachment = _Attachment(name, who, num_servers, start, may_prefetch)
 
     def detach(self) -> None:
-        """The connection has ended."""
+        """Called when the connection has ended."""
         self._attachment, self._pushed, self._ahead = None, [], []
 
     def spec(self, name: str) -> TableSpec:
@@ -278,7 +278,7 @@ class RemoteEmbedding(nn.Module):
         return TableSpec(name, rows, dim, dtype, self._optimizer, self._eps, self._seed, self._std, self._init_fn)
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same on all workers and servers, in JSON types."""
+        """Values that must be equal on all workers and servers, in JSON types."""
         facts = dict(vars(self.spec(""))) | {"padding_idx": self.padding_idx, "lr": self.lr}
         del facts["init_fn"], facts["name"]
         return facts | {"dtype": str(self.like.dtype)}
@@ -291,7 +291,7 @@ class RemoteEmbedding(nn.Module):
         """The gradients of this step's lookups, for each server; [] if there are none.
 
         Raises:
-            NonFiniteError: One is infinite or not a number.
+            NonFiniteError: A gradient is infinite or not a number.
         """
         if not self._pushed:
             return []
@@ -314,7 +314,7 @@ class RemoteEmbedding(nn.Module):
         self._pushed = []
 
     def begin_step(self) -> None:
-        """A step has ended: drop lookups for it that weren't used."""
+        """Called after a step: drop unused lookups for that step."""
         self._ahead = [each for each in self._ahead if not each.has_begun]
         for lookup in self._ahead:
             lookup.has_begun = True
@@ -336,7 +336,7 @@ class RemoteEmbedding(nn.Module):
         return self._attachment
 
     def _validate_ids(self, ids: Any) -> Tensor:
-        """The ids, checked, as int64 on the CPU."""
+        """Check ids; returns them as int64 on the CPU."""
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else checks.shown(ids)
             raise UsageError(f"{self._who()}: ids are {found}; pass a tensor of int64 or int32.")
@@ -370,7 +370,7 @@ class RemoteEmbedding(nn.Module):
         return rows
 
     def _note(self, leaf: Tensor, ids: Tensor, padding: int | None) -> None:
-        """Move the gradient from a leaf to the pushed ones: see [Note: a row's way]."""
+        """Move the gradient from a leaf to the gradients to push: see [Note: a row's way]."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if padding is not None:

@@ -4,16 +4,16 @@
 
 | name | state of a row | computes |
 | --- | --- | --- |
-| "sgd" | none | what `torch.optim.SGD` does without momentum |
-| "adagrad" | dim numbers | what `torch.optim.Adagrad` does (1) |
+| "sgd" | none | the same as `torch.optim.SGD` without momentum |
+| "adagrad" | dim numbers | the same as `torch.optim.Adagrad` (1) |
 | "rowwise_adagrad" | 1 number | Adagrad with one accumulator for a row: the mean of the squares in the row (2) |
 
 (1) Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011.
 (2) Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
 Models", 2022.
 
-A row that isn't in a step is left alone, with its state. For each of these optimizers a gradient of zeros leaves the
-row unchanged, so they compute what the dense optimizer computes. Adam is missing, because its first moment would move
+A row that isn't used in a step stays as it is, and so does its state. With each of these optimizers a gradient of zeros
+leaves a row unchanged, so the result is the dense optimizer's. Adam is missing, because its first moment would move
 rows that are in no batch.
 """
 
@@ -30,14 +30,14 @@ from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.parameter_servers.embedding.initial_rows import normal_rows
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-DEFAULT_EPS = 1e-10  # torch's, of Adagrad
+DEFAULT_EPS = 1e-10  # the default of torch's Adagrad
 
 
 class RowGradients(NamedTuple):
-    """A worker's push of one table to one server.
+    """A worker's gradients of one table's rows, for one server.
 
     Attributes:
-        ids: [n], int64, each once, all on that server.
+        ids: [n], int64, each once, all of rows on that server.
         values: [n, dim], the weighted mean of this worker's gradients.
         lr: The rate of this step.
     """
@@ -48,10 +48,10 @@ class RowGradients(NamedTuple):
 
 
 def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
-    """For each server, the positions of its ids, ascending.
+    """For each server, the positions of its rows' ids, ascending.
 
-    Row i is on server i modulo `num_servers`: tables are often sorted by how frequent their rows are, and ranges would
-    give one server all the frequent ones.
+    Row i is on server i modulo `num_servers`: tables are often sorted by frequency, and ranges would give one server
+    all the frequent rows.
 
     Args:
         ids: [n], int64.
@@ -62,13 +62,13 @@ def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
 
 
 def add_up(ids: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each id once, ascending, with the sum of its rows, added in the given order.
+    """Add the rows of equal ids, in the given order; returns each id once, ascending, with its sum.
 
     Args:
         ids: [n] each, int64.
         values: [n, dim] each.
     """
-    if len(ids) == 1:  # each once already
+    if len(ids) == 1:  # each id comes once already
         return ids[0], values[0]
     unique, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
     stacked = torch.cat(list(values))
@@ -80,11 +80,11 @@ class TableSpec:
     """The definition of a table.
 
     Attributes:
-        name: The module's name in the model, or its own.
+        name: The table's own name, or the module's name in the model.
         num_embeddings: Rows.
         embedding_dim: Columns.
         dtype: float32 or float64.
-        optimizer: One of `ROW_OPTIMIZERS`.
+        optimizer: A name in `ROW_OPTIMIZERS`.
         eps: Added to the root in Adagrad's denominator.
         seed: See `normal_rows`.
         std: See `normal_rows`.
@@ -129,7 +129,7 @@ class Table:
     Args:
         spec: The definition of the whole table.
         server: This server's number.
-        num_servers: How many there are.
+        num_servers: Number of servers.
     """
 
     def __init__(self, spec: TableSpec, server: int, num_servers: int) -> None:
@@ -149,7 +149,7 @@ class Table:
         """Copies of some rows.
 
         Args:
-            ids: [n], int64, of this server.
+            ids: [n], int64, of rows on this server.
 
         Returns:
             [n, dim].
@@ -167,7 +167,7 @@ class Table:
         """The weighted mean of some workers' pushes.
 
         Args:
-            pushes: (the worker's part of the weight, its push) each.
+            pushes: Pairs (the worker's part of the total weight, its push).
 
         Raises:
             MismatchError: The workers have different rates.
@@ -185,7 +185,7 @@ class Table:
         return RowGradients(ids, values, rates[0])
 
     def apply(self, gradients: RowGradients) -> None:
-        """One optimizer step for some rows: [Note: optimizers of rows]."""
+        """Make one optimizer step for some rows: see [Note: optimizers of rows]."""
         ids, values, lr = gradients
         places = self._places(ids)
         rows = self.look_up(ids)
@@ -208,9 +208,9 @@ class Table:
         return {"ids": ids, **{name: tensor[places] for name, tensor in self._kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load rows that one server had saved; rows that belong to other servers now are skipped.
+        """Load rows that one server has saved; skips rows that now belong to other servers.
 
-        Called once for each server of that run.
+        Called once for each server of the saved run.
 
         Raises:
             ConfigurationError: The table or the optimizer differs.

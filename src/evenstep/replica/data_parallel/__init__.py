@@ -1,5 +1,5 @@
 """One process, several devices: `DataParallel`.
 
-Reading order: `wrapper` (the class that users see), `replicas` (copies of a module in threads of their own, and a
+Reading order: `wrapper` (the class that users see), `replicas` (copies of a module, each with its own thread, and a
 forward and backward pass through them).
 """

@@ -1,4 +1,4 @@
-"""Copies of a module in threads of their own, and a forward and backward pass through them.
+"""Copies of a module, each with its own thread, and a forward and backward pass through them.
 
 [Note: a graph per replica]
 
@@ -7,8 +7,8 @@ original's memory. So a pass has as many graphs as there are replicas, and the c
 them (`_Replicated`). The node's inputs are the parts of the batch and the parameters; its results are the outputs of
 each replica. Outside of the node autograd splits the batch, joins the outputs and adds up the gradients.
 
-In the node's backward pass every CPU replica's thread differentiates its own graph: left alone, autograd would run all
-CPU graphs in the one thread that called it.
+In the node's backward pass every CPU replica's thread differentiates its own graph: in one call, autograd would run all
+CPU graphs in the calling thread.
 
 On accelerators autograd has a thread per device. A call from a replica's thread would wait for the device's thread,
 which may be waiting for that call. So the accelerators' graphs are differentiated in one call from the node, and
@@ -43,7 +43,7 @@ class Replica:
     """A replica's thread and copies of parameters, kept between passes.
 
     Args:
-        index: The replica's number. The first replica writes into the original's module buffers, others have copies.
+        index: The replica's number. The first replica writes to the original's module buffers, others have copies.
         device: The replica's device.
         home: The original's device. A replica on that device shares the parameters' memory.
     """
@@ -51,9 +51,9 @@ class Replica:
     def __init__(self, index: int, device: torch.device, home: torch.device) -> None:
         self.index, self.device = index, device
         self.shares_memory = device == home
-        # One thread for one replica: it keeps its OpenMP team, or its device's handles.
+        # A thread for each replica, which keeps its OpenMP team, or its device's handles.
         self.thread = ThreadPoolExecutor(1, f"evenstep-replica-{index}")
-        self._values: dict[tuple[nn.Parameter, int, int], Tensor] = {}  # by version and address
+        self._values: dict[tuple[nn.Parameter, int, int], Tensor] = {}  # by parameter, version and address
 
     def copy_of(self, original: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
         """Return a copy of a module on this device, and the replacement of each of its parameters."""
@@ -68,8 +68,8 @@ class Replica:
         return made[original], list(leaves.values())
 
     def _fill(self, copy: nn.Module, original: nn.Module, made: dict[Any, Any], leaves: dict[Any, Any]) -> None:
-        # Set each entry, and parameters also as attributes: scripted modules store them elsewhere, recurrent ones in a
-        # list too.
+        # Set each entry, and parameters also as attributes: scripted modules store them elsewhere, recurrent modules
+        # also in a list.
         for name, child in original._modules.items():
             copy._modules[name] = made[child]
         for name, parameter in original._parameters.items():
@@ -127,7 +127,7 @@ class Replicas:
 
         Args:
             original: The module.
-            parts: [replica][tensor]; those that require a gradient are where the original is.
+            parts: [replica][tensor]; tensors that require a gradient are on the original's device.
             rebuild: Builds (arguments, keyword arguments) from a part's tensors.
 
         Returns:
@@ -159,10 +159,10 @@ class Replicas:
         """Differentiate the replicas' graphs.
 
         Args:
-            outputs: [replica][tensor].
-            leaves: [replica][leaf].
+            outputs: The replicas' outputs, [replica][tensor].
+            leaves: The leaves of the replicas' graphs, [replica][leaf].
             grads: Gradients of all outputs; None for an output that the loss doesn't use.
-            keep_graph: There will be another backward pass.
+            keep_graph: Keep the graphs for another backward pass.
 
         Returns:
             The gradients of all leaves, on the original's device.
@@ -186,7 +186,7 @@ class Replicas:
         """Do one job in each of the first `len(jobs)` replicas' threads at the same time, and wait for all of them.
 
         Args:
-            doing: For messages: "forward".
+            doing: A word for messages, such as "forward".
             jobs: One per replica. They run with the calling thread's modes, and with its number of threads divided by
                 the number of jobs.
 
@@ -204,7 +204,8 @@ class Replicas:
         ]
         errors = [future.exception() for future in futures]
         if torch.get_num_threads() != num_threads:
-            # A thread that sets its number of OpenMP threads also sets that of threads that start later.
+            # Restore the number: a thread that sets its number of OpenMP threads also sets that of threads that start
+            # later.
             torch.set_num_threads(torch.get_num_threads())
         for replica, error in zip(self.members, errors, strict=False):
             if error is not None:
@@ -214,7 +215,7 @@ class Replicas:
 
 
 class _Replicated(torch.autograd.Function):
-    """All replicas as one node of the caller's graph."""
+    """A node of the caller's graph that stands for all replicas."""
 
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, outputs: Any, leaves: Any, *sources: Tensor) -> tuple[Tensor, ...]:
@@ -239,9 +240,9 @@ class _Replicated(torch.autograd.Function):
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the batch, copied to a device.
+    """Copy a tensor of the batch to a device.
 
-    The copy is asynchronous, except to the CPU, which would read too early.
+    The copy is asynchronous, except to the CPU, where code might read it too early.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -256,7 +257,7 @@ def _differentiate(pairs: Any, leaves: Any, keep_graph: bool) -> Any:
 
 
 def _inheriting(job: Job, device: torch.device, num_threads: int) -> Job:
-    """A job for another thread, with the modes of this thread that the other one doesn't inherit."""
+    """Wrap a job for another thread, so that it runs with modes of this thread that a thread doesn't inherit."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kind = device.type
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -266,7 +267,7 @@ def _inheriting(job: Job, device: torch.device, num_threads: int) -> Job:
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         if stream is not None:
-            torch.cuda.set_stream(stream)  # and its device
+            torch.cuda.set_stream(stream)  # sets its device, too
             stream.query()  # gives a new thread a context; cuBLAS would warn without one
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
             return job()
@@ -275,9 +276,9 @@ def _inheriting(job: Job, device: torch.device, num_threads: int) -> Job:
 
 
 def _located(error: BaseException, where: str) -> BaseException:
-    """An exception of the same type whose text also names the place where it was raised."""
+    """Make an exception of the same type whose text also names the place where it was raised."""
     message = f"{error} ({where})"
     try:
         return type(error)(message)
-    except Exception:  # a type whose constructor takes something else
+    except Exception:  # the type's constructor takes other arguments
         return RuntimeError(f"{type(error).__name__}: {message}")

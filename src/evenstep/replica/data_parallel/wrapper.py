@@ -1,4 +1,4 @@
-"""One process, several devices, one line: the simple sibling of `DistributedDataParallel`."""
+"""`DataParallel`: one process with several devices; simpler than `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from evenstep.replica.data_parallel.replicas import Replicas, sent
 class DataParallel(nn.DataParallel[nn.Module]):
     """Divides a batch over devices of one process, with a thread for each, and gathers the outputs on one device.
 
-    A drop-in for `torch.nn.DataParallel`, whose devices may also be the CPU, and may be named more than once: two
-    replicas on `"cpu"` share the parameters and run side by side, forward and backward. Gradients arrive in the
-    module's own parameters, summed over the batch as in one process.
+    A drop-in for `torch.nn.DataParallel`. Devices may also be the CPU, and may be named more than once: two replicas on
+    `"cpu"` share the parameters and run at the same time, forward and backward. Gradients arrive in the module's own
+    parameters, summed over the batch as in one process.
 
     Threads, and copies of parameters on other devices, stay alive between steps. Parameters are copied again only when
     they have changed: by an operation that autograd's version counter sees, or by getting other memory. An in-place
@@ -37,8 +37,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     Args:
         module: The model; moved to the first device.
-        device_ids: Devices, one per replica: indices, names or `torch.device` objects. None: all GPUs, or one replica
-            on the CPU where there are none.
+        device_ids: Devices, one per replica: indices, names or `torch.device` objects; None: all GPUs, or without GPUs
+            one replica on the CPU.
         output_device: The device on which outputs are gathered; None: the first device.
         dim: The batch dimension.
 
@@ -75,7 +75,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Args:
             *inputs: Pytrees of tensors, divided along `dim`. Tensors without that dimension and other values go to
                 every replica.
-            **kwargs: The same.
+            **kwargs: Keyword arguments, divided in the same way.
 
         Returns:
             The outputs, joined along `dim`, on the output device; 0-dim tensors become [replicas]. Outputs that aren't
@@ -94,10 +94,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Args:
             criterion: A function of outputs and targets. Its value is a mean, a sum (`criterion.reduction == "sum"`),
                 or one number per sample. Means of parts are weighted by the number of samples, or, for a criterion with
-                `ignore_index` or class weights, by the sum of the weights of the targets that count. This also works
-                for torch's `F.cross_entropy` and `F.nll_loss`, and for a `functools.partial` of them. A criterion that
-                is a module is replicated with the model; its tensors are on the first device.
-            inputs: The module's input; a tuple: its positional arguments.
+                `ignore_index` or class weights, by the sum of the weights of the targets that aren't ignored. This also
+                works for torch's `F.cross_entropy` and `F.nll_loss`, and for a `functools.partial` of them. A criterion
+                that is a module is replicated with the model; its tensors are on the first device.
+            inputs: The module's input; if it is a tuple, the module's positional arguments.
             targets: A pytree of tensors, divided like the inputs.
             **kwargs: The module's keyword arguments.
 
@@ -113,7 +113,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return value  # one number per sample, or one replica
         if _setting(criterion, "reduction") == "sum":
             return value.sum()
-        # A part without targets that count has a mean of NaN and a weight of 0: leave it out.
+        # A part in which all targets are ignored has a mean of NaN and a weight of 0: leave it out.
         mean: Tensor = (torch.where(weights > 0, value, 0.0) * weights).sum() / weights.sum()
         return mean.to(value.dtype)
 
@@ -122,7 +122,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.__dict__.pop("_replicas", None)
 
     def extra_repr(self) -> str:
-        """The text beside the module when this is printed."""
+        """The text added to the module's when this is printed."""
         return f"devices={[str(device) for device in self.devices]}, output_device={self.output_device}, dim={self.dim}"
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class _Scored(nn.Module):
         return value, self._weight(targets, value.device).double(), value.dim() == 0
 
     def _weight(self, targets: Any, device: torch.device) -> Tensor:
-        """The weight of a mean over targets, up to a factor that all replicas share: 0-dim."""
+        """The weight of a mean over targets, up to a factor common to all replicas: 0-dim."""
         ignored = _setting(self.criterion, "ignore_index")
         if not isinstance(ignored, int) or not isinstance(targets, Tensor) or targets.is_floating_point():
             tensors, _ = flatten_tensors(targets)
@@ -182,7 +182,7 @@ class _Scored(nn.Module):
 
 
 def _setting(criterion: Any, name: str) -> Any:
-    """A criterion's setting. The criterion may be a module, torch's function, or a `functools.partial` of that."""
+    """A criterion's setting. The criterion may be a module, a function of torch, or a `functools.partial` of it."""
     if isinstance(criterion, functools.partial):
         return criterion.keywords.get(name, _setting(criterion.func, name))
     is_known = criterion in (functional.cross_entropy, functional.nll_loss)

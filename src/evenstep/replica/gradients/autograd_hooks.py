@@ -1,11 +1,11 @@
-"""Hooks of autograd: when a backward pass reaches the outputs, and when a bucket has all its gradients.
+"""Autograd hooks, which report when a backward pass reaches the outputs, and when a bucket has all its gradients.
 
 [Note: hooks on outputs]
 
 torch's `Tensor.register_hook` makes a new ordered dict of hooks and a new handle for each tensor. Together they take 10
-microseconds, and these hooks are never removed. But a node of the graph accepts the hook dict of any tensor that has
-the same index among its node's outputs. So one tensor holds the hook dict for all outputs, and the outputs themselves
-are not changed.
+microseconds, and these hooks are never removed. But a node of the graph accepts the hook dict of another tensor, if
+both tensors have the same index among the outputs of their nodes. So one tensor holds the hook dict for all outputs,
+and the outputs themselves are not changed.
 
 [Note: counting and watching]
 
@@ -16,13 +16,12 @@ gradient comes, the bucket's other gradients are checked: a gradient has come if
 changed since the pass began. Parameters without their gradient get a hook for the rest of this pass, and the last of
 them becomes the sentinel.
 
-When a pass arrives at the module's outputs, autograd knows which parameters it will not reach, and a bucket doesn't
-wait for those. Autograd is queried only about sentinels and about parameters that were unused before. It doesn't know
-which parameters a reentrant checkpoint will reach in its own backward pass within this one, so such parameters are
-always expected.
+When a pass arrives at the module's outputs, autograd knows which parameters it will not reach, and buckets don't wait
+for these. Autograd is queried only about sentinels and about parameters that were unused before. It doesn't know which
+parameters a reentrant checkpoint will reach in its own, nested backward pass, so such parameters are always expected.
 
-Autograd has a thread for each GPU, so two threads call the hooks of a model on two GPUs. One lock is held from the call
-of a hook until the buckets that it completes are launched.
+Autograd has a thread for each GPU, so two threads call the hooks of a model on two GPUs. A hook holds a lock until the
+buckets that it completes are launched.
 
 A parameter that receives several gradients in one pass (reentrant checkpoints) makes its bucket *patient*: the bucket
 is complete only when the pass has ended. An unexpected late gradient changes the version of the bucket's memory; the
@@ -46,16 +45,16 @@ from evenstep.replica.gradients.buckets.layout import Layout
 
 
 class Listener(Protocol):
-    """Gets the events of `Readiness`."""
+    """Receives the events of `Readiness`."""
 
     def gradient_came(self, parameter: int) -> bool:
-        """A watched parameter has its gradient. Returns whether this pass fills buckets."""
+        """Called when a watched parameter has its gradient. Returns whether this pass fills buckets."""
 
     def bucket_complete(self, bucket: int) -> None:
-        """A bucket has all the gradients that it can get in this pass."""
+        """Called when a bucket has all the gradients that it can get in this pass."""
 
     def gradient_late(self, parameter: int) -> None:
-        """A parameter has received another gradient after its bucket was complete."""
+        """Called when a parameter has received another gradient after its bucket was complete."""
 
 
 _hooking: weakref.WeakValueDictionary[int, Readiness] = weakref.WeakValueDictionary()  # by `id` of the parameter
@@ -65,9 +64,9 @@ class Readiness:
     """Follows one backward pass after another, and reports complete buckets.
 
     Args:
-        parameters: In registration order.
-        layout: Which of them lies in which bucket.
-        listener: Gets the events, for as long as it lives.
+        parameters: The parameters in registration order.
+        layout: The parameters' places in buckets.
+        listener: Receives the events as long as it lives.
 
     Attributes:
         lock: Held while an event is handled.
@@ -78,9 +77,9 @@ class Readiness:
         self._parameters = parameters
         self._nodes = [_accumulator(parameter) for parameter in parameters]
         self._listener = weakref.ref(listener)
-        self._handles: dict[int, RemovableHandle] = {}  # by parameter: hooks that stay
-        self._temporary: dict[int, RemovableHandle] = {}  # by parameter: hooks for this pass only
-        self._unhooked: set[int] = set()  # frozen parameters, to be hooked when they are trained again
+        self._handles: dict[int, RemovableHandle] = {}  # permanent hooks, by parameter
+        self._temporary: dict[int, RemovableHandle] = {}  # hooks for this pass only, by parameter
+        self._unhooked: set[int] = set()  # frozen parameters, which get hooks when they are trained again
         weakref.finalize(self, _remove_all, self._handles, self._temporary)
         self._nested: set[int] = set()  # parameters whose gradients come from a backward pass within the pass
         self._graph_task: int | None = None
@@ -94,9 +93,9 @@ class Readiness:
         self._clear_pass()
 
     def _retire_others(self) -> None:
-        """Remove the hooks of an abandoned wrapper of the same parameters.
+        """Remove the hooks of an abandoned wrapper around the same parameters.
 
-        The collector may have freed it on some ranks only.
+        The garbage collector may have freed the wrapper on some ranks only.
         """
         for parameter in self._parameters:
             other = _hooking.get(id(parameter))
@@ -105,9 +104,9 @@ class Readiness:
             _hooking[id(parameter)] = self
 
     def watch(self, layout: Layout) -> None:
-        """From the next pass on watch the buckets of a layout through their sentinels.
+        """Watch the buckets of a layout through their sentinels, from the next pass on.
 
-        A rank that has had only empty shares goes on counting: no gradient has come yet.
+        A rank that has had only empty shares continues to count: no gradient has come yet.
         """
         self._follow(layout)
         self._clear_pass()
@@ -123,7 +122,7 @@ class Readiness:
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
 
     def count(self) -> None:
-        """Count in the next pass: it is the first, or it may reach no output at which autograd could be queried."""
+        """Count gradients in the next pass: it is the first, or may reach no output at which to query autograd."""
         if self._buckets and not self.is_counting:  # without buckets there is nothing to watch
             self.is_counting, self.order = True, []
             self._num_gradients = [0] * len(self._parameters)
@@ -132,11 +131,11 @@ class Readiness:
     # ------------------------------------------------------------------ a pass
 
     def begin(self) -> None:
-        """A pass begins: record which gradients exist, and their versions."""
+        """Called when a pass begins: record which gradients exist, and their versions."""
         if self._unhooked:
             self._set_hooks(self._unhooked | self._handles.keys())
-        # A hook that the script registered after ours may change the gradient. Move our hook behind it, so that the
-        # changed gradient is sent, as torch's class does.
+        # A hook that the script has registered later may change the gradient. Move our hook after it, so that the
+        # changed gradient is sent, as with torch's class.
         for parameter, handle in self._handles.items():
             hooks = self._parameters[parameter]._post_accumulate_grad_hooks
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
@@ -144,7 +143,7 @@ class Readiness:
         grads = [parameter.grad for parameter in self._parameters]
         if [True for grad in grads if grad is not None]:
             self._before = [None if grad is None else (grad, grad._version) for grad in grads]
-        else:  # as zero_grad usually leaves it
+        else:  # None, as zero_grad usually sets it
             self._before = self._no_gradients
 
     def outputs_reached(self) -> None:
@@ -161,26 +160,26 @@ class Readiness:
         except RuntimeError:
             return  # torch.autograd.grad with respect to a parameter: no gradient is accumulated
         for bucket in lost:
-            # A module that was called several times has been here already.
+            # If the module was called several times, this runs several times.
             if not self._await(bucket) and bucket not in self._completed and bucket not in self._vacant:
                 self._vacant.append(bucket)  # complete, once the pass is known to accumulate gradients
 
     def is_another(self, parameter: int) -> bool:
         """Whether a parameter was converted or moved.
 
-        Autograd then has a new node for it, even if it was moved back.
+        Autograd then has a new node for the parameter, even if it was moved back.
         """
         return _accumulator(self._parameters[parameter]) is not self._nodes[parameter]
 
     def any_has_come(self) -> bool:
-        """Return whether any parameter has received a gradient in this pass; checks all of them."""
+        """Whether any parameter has received a gradient in this pass; checks all parameters."""
         everything = range(len(self._parameters))
         return len(self._missing(everything)) < len(everything)
 
     def _missing(self, among: Iterable[int]) -> set[int]:
         """Parameters that have received no gradient in this pass.
 
-        Written without a call per parameter, which is what counting costs.
+        Written without a call per parameter: such calls make counting expensive.
         """
         parameters, before_all, missing = self._parameters, self._before, set()
         if before_all is self._no_gradients:
@@ -192,7 +191,7 @@ class Readiness:
         return missing
 
     def end(self) -> None:
-        """The pass has ended: adapt to gradients that came in another order or number than expected."""
+        """Called when the pass has ended: adapt to gradients that came in another order or number than expected."""
         if self._awaited and not self.is_counting:
             for bucket, pending in self._awaited.items():
                 self._unused_before |= pending
@@ -231,7 +230,7 @@ class Readiness:
             if pending:
                 return
         else:
-            return  # a second gradient of a parameter while others are still to come
+            return  # a second gradient of a parameter while other parameters' gradients are missing
         self._complete(bucket, listener)
 
     def _complete(self, bucket: int, listener: Listener) -> None:
@@ -239,12 +238,12 @@ class Readiness:
         listener.bucket_complete(bucket)
 
     def _await(self, bucket: int, but: int = -1) -> bool:
-        """Hook the parameters that a bucket still waits for. Returns whether there are any."""
+        """Hook the parameters for which a bucket still waits. Returns whether there are any."""
         missing = self._missing(self._buckets[bucket]) - self._absent - {but}
         pending = {p for p in missing if self._parameters[p].requires_grad}
         if pending:
             self._awaited[bucket] = pending
-            for parameter in pending - self._handles.keys() - self._temporary.keys():  # a second output comes here, too
+            for parameter in pending - self._handles.keys() - self._temporary.keys():  # a second output gets here, too
                 self._temporary[parameter] = self._hook(parameter)
         return bool(pending)
 
@@ -267,8 +266,8 @@ class Readiness:
         self._absent = set()  # parameters that autograd will not reach in this pass
         self._vacant: list[int] = []  # buckets that get no gradient in this pass
         self._completed: set[int] = set()  # buckets, in this pass
-        self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
-        self._last_to_come: dict[int, int] = {}  # by bucket that was awaited
+        self._awaited: dict[int, set[int]] = {}  # parameters whose gradients are still missing, by bucket
+        self._last_to_come: dict[int, int] = {}  # the last parameter of each awaited bucket
 
     def _set_hooks(self, wanted: Iterable[int]) -> None:
         keep = set(wanted)
@@ -280,7 +279,7 @@ class Readiness:
             self._handles[parameter] = self._hook(parameter)
 
     def _hook(self, index: int) -> RemovableHandle:
-        # The hook holds this object weakly: else a module that is wrapped again would be averaged twice.
+        # The hook refers to this object weakly: else a module that is wrapped again would be averaged twice.
         this = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -294,9 +293,9 @@ class Readiness:
 
 
 def _accumulator(parameter: Tensor) -> Any:
-    """The node of autograd that accumulates into `parameter.grad`; it lives only as long as it is referenced."""
+    """The autograd node that accumulates into `parameter.grad`; it lives only as long as it is referenced."""
     is_frozen = not parameter.requires_grad
-    if is_frozen:  # a frozen parameter has no node; when it is trained again it gets this one, which is kept alive
+    if is_frozen:  # a frozen parameter has no node; if trained again it gets this one, which the caller keeps alive
         parameter.requires_grad_()
     try:
         with torch.enable_grad():
@@ -318,20 +317,20 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class _Mark:
-    """Is stored in the graph of the outputs, so it lives as long as the graph."""
+    """A marker in the graph of the outputs, which lives as long as the graph."""
 
 
 class OutputHooks:
     """Hooks one function on a module's outputs in every forward pass: see [Note: hooks on outputs].
 
     Args:
-        function: A method, called with the gradient that reaches an output; may return another one in its place.
-        is_tracked: `are_alone_in` will be called.
+        function: A method, called with the gradient that reaches an output; may return another gradient to replace it.
+        is_tracked: Whether `are_alone_in` will be called.
     """
 
     def __init__(self, function: Hook, *, is_tracked: bool = False) -> None:
         self._marks: weakref.WeakSet[_Mark] | None = weakref.WeakSet() if is_tracked else None
-        method = weakref.WeakMethod(function)  # graphs live as long as their outputs, and don't keep the model
+        method = weakref.WeakMethod(function)  # graphs live as long as their outputs, and mustn't keep the model alive
 
         def reached(grad: Tensor) -> Tensor | None:
             called = method()
@@ -344,10 +343,10 @@ class OutputHooks:
         self._hook_holder._backward_hooks = {0: self._function}
 
     def put_on(self, outputs: Any) -> bool:
-        """Have the function called once for each tensor in the outputs that a backward pass reaches.
+        """Hook the outputs: the function is called once for each tensor in them that a backward pass reaches.
 
         Returns:
-            Whether there is any that can be reached.
+            Whether a backward pass can reach any of the tensors.
         """
         mark = None
         if self._marks is not None:
@@ -358,10 +357,10 @@ class OutputHooks:
         return True in found
 
     def are_alone_in(self, loss: Tensor, *, other: OutputHooks) -> bool:
-        """Whether a loss goes through outputs with these hooks, and through none with others.
+        """Whether a loss goes through outputs with these hooks, and through none with the other hooks.
 
         Args:
-            loss: Has a graph. It is searched as long as any outputs with these hooks have a graph.
+            loss: A loss with a graph, which is searched only while outputs with these hooks have a graph.
             other: The other hooks. The graph beneath outputs with these hooks isn't searched.
         """
         if not self._marks:

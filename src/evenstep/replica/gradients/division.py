@@ -8,9 +8,9 @@ is applied once:
 
     shared memory        by the transport, to each part of a sum as it stores it; the rows come with the call
     other transports     by the engine, when the window ends: the header carries the sum of the rows
-    one rank, LocalSGD   by the engine: the rank's own row is all there is
+    one rank, LocalSGD   by the engine, from the rank's own row
 
-Two kinds of gradients are divided by a part of the divisor before they are added, and by the rest afterwards:
+Two kinds of gradients are divided by a factor of the divisor before they are added, and by the rest afterwards:
 
     float16, plain       divided by the number of ranks as they are packed; 64 ranks with 1,500 each would give infinity
     for a hook           in a weighted window, divided by the mean weight (`AgreedScale.divide_by_total`); the hook
@@ -34,9 +34,9 @@ def row_of(kind: Kind | None, weight: float | Tensor, scale: float) -> Row:
     """This rank's row; reads a weight that is a tensor.
 
     Args:
-        kind: The window's kind; None: it had no pass.
+        kind: The window's kind; None: the window had no pass.
         weight: The sum of the window's weights.
-        scale: The scale that weights were divided by before they multiplied gradients.
+        scale: The scale by which weights were divided before they multiplied gradients.
     """
     return Row(float(weight) / scale, float(kind is Kind.WEIGHTED), float(kind is Kind.PLAIN))
 
@@ -47,7 +47,7 @@ def divisor_on_device(weight: Tensor, num_weighted: Tensor, plain: float | Tenso
 
 
 def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, scale: float) -> None:
-    """Divide `p.grad` of a window in which no other rank takes part.
+    """Divide `p.grad` at the end of a window in which no other rank takes part.
 
     Args:
         parameters: The trained parameters.
@@ -65,7 +65,7 @@ def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, 
 
 
 def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """Divide gradients in place. Multiplying by the inverse would give other bits.
+    """Divide gradients in place. Multiplying by the inverse would give different bits.
 
     Args:
         gradients: Dense or sparse.

@@ -10,15 +10,15 @@
                    used flags follows, then rank 0's module buffers; all are awaited. Gradients that the transport has
                    not divided are divided now: see [Note: one division] in `division`
 
-A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
-`p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` defines how a
-pass counts, `strategies` how a window ends, `observer` the interface of checks.
+A pass inside `no_sync` or `accumulate`, and all but the last pass of `microbatches`, only add to `p.grad`: within a
+window `p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` defines
+how a pass counts, `strategies` how a window ends, `observer` the interface of checks.
 
 [Note: passes of the wrapper's own]
 
-A backward pass that has nothing to do with the wrapper (`model.module(x).sum().backward()`, for a saliency map or an
-attack) belongs to this rank alone: its gradients are added to `p.grad`, and no other rank takes part. A pass is the
-wrapper's own in two cases.
+A backward pass that bypasses the wrapper (`model.module(x).sum().backward()`, for a saliency map or an attack) belongs
+to this rank alone: its gradients are added to `p.grad`, and no other rank takes part. A pass is the wrapper's own in
+two cases.
 
     it reaches an output of the wrapper's forward       whatever the state was at forward, and however often
     a forward of the wrapper has *prepared* it          it is the first pass since that began in a synchronised state:
@@ -26,9 +26,9 @@ wrapper's own in two cases.
                                                         keeps in an attribute does, or one in an object of a class that
                                                         no pytree knows. This is all that torch's class goes by
 
-A rank's own pass isn't followed: the engine treats its gradients like any tensor that the program has put into
-`p.grad`. So a PLAIN window averages them with its own, as torch's class does. `window.State` lists a model's states,
-and `window.TRANSITIONS` the transitions between them.
+The engine doesn't follow a pass that bypasses the wrapper: it treats the gradients like any tensor that the program has
+stored in `p.grad`. So a PLAIN window averages them with its own gradients, as torch's class does. `window.State` lists
+a model's states, and `window.TRANSITIONS` the transitions between them.
 
 [Note: a loss that goes through several models]
 
@@ -81,13 +81,13 @@ class Engine:
     """Follows the backward passes and accumulation windows of one wrapped module.
 
     Args:
-        trained: Its trained parameters, and the observers of their steps.
-        exchange: Averages their gradients over ranks.
-        ending: How its windows end.
+        trained: The module's trained parameters, and the observers of their steps.
+        exchange: Averages the parameters' gradients over ranks.
+        ending: How the windows end.
         label: The module's class, for messages.
 
     Attributes:
-        ending: How windows end now; a `LocalSGD` replaces it while it is in use.
+        ending: How windows end; a `LocalSGD` replaces this while it is in use.
         state: The model's state between two optimizer steps.
     """
 
@@ -103,7 +103,7 @@ class Engine:
         )
         self.exchange, self.ending = exchange, ending
         self.readiness = Readiness(self.parameters, exchange.layout, self)
-        self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
+        self.shares_statistics = False  # whether other ranks' outputs depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.state = State.IDLE
         self.is_apart = False  # local SGD: parameters differ between ranks
@@ -113,10 +113,10 @@ class Engine:
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
-        # Since the last window: training forward passes, and outputs that backward passes have reached.
+        # Numbers of training forward passes, and of outputs that backward passes have reached, since the last window.
         self._num_forwards = self._num_reached = 0
         self._single_pass_task = -1  # autograd's task id of the last pass that was a whole window
-        self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
+        self._muted: list[RemovableHandle] = []  # hooks on parameters, if a dummy batch's outputs can't be muted
         self._left_early: str | None = None
         self._label = label
         self._may_be_single = not (
@@ -131,7 +131,7 @@ class Engine:
     # ------------------------------------------------------------------ called by the wrapper
 
     def begin_forward(self) -> None:
-        """Raise if the replicas would drift apart from here on.
+        """Called before a forward pass: raise if the replicas would drift apart from here on.
 
         Raises:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
@@ -169,19 +169,19 @@ class Engine:
         self.recorder.forward(began_ns)
 
     def prepare(self) -> None:
-        """Have the next pass count as the wrapper's own; see [Note: passes of the wrapper's own]."""
+        """Make the next pass count as the wrapper's own: see [Note: passes of the wrapper's own]."""
         self._enter(Event.FORWARD)
 
     def is_over_dummies(self, loss: Tensor) -> bool:
-        """Whether a loss goes through outputs over dummy batches, and through none over samples."""
+        """Whether a loss goes through outputs over dummy batches, and through no outputs over samples."""
         return self._dummy_hooks.are_alone_in(loss, other=self._hooks)
 
     def contribution(self) -> float | Tensor:
-        """Return `Pass.contribution` of the running pass; 1.0 if none runs."""
+        """`Pass.contribution` of the running pass; 1.0 if none runs."""
         return 1.0 if self._pass is None else self._pass.contribution
 
     def announce(self) -> None:
-        """Have ranks that have left their loop take part in the window that has begun.
+        """Make ranks that have left their loop take part in the window that has begun.
 
         Collective, including those ranks.
         """
@@ -244,10 +244,10 @@ class Engine:
             self._close_pass()
 
     def reduce_without_backward(self) -> None:
-        """Collective: end the window of a rank that has nothing to add to it (an empty share).
+        """Collective: end the window on a rank that has nothing to add to it (an empty share).
 
         Raises:
-            UsageError: As for `begin_forward`, which a rank with an empty share may not have called.
+            UsageError: As in `begin_forward`, which a rank with an empty share may not have called.
         """
         self.begin_forward()
         window = self.window
@@ -280,7 +280,7 @@ class Engine:
 
     @property
     def window(self) -> Window | None:
-        """The accumulation window that is open, or None; `zero_grad` closes one whose gradients it drops."""
+        """The open accumulation window, or None. `zero_grad` closes a window whose gradients it drops."""
         if self._window is not None:
             self._drop_zeroed_window()
         return self._window
@@ -292,7 +292,7 @@ class Engine:
 
     @property
     def stays_local(self) -> bool:
-        """Whether windows end on this rank, and gradients aren't exchanged."""
+        """Whether windows end on this rank alone, without an exchange of gradients."""
         return not self.ending.exchanges
 
     @property
@@ -306,7 +306,7 @@ class Engine:
         return self.is_in_window or not self.synchronise or self.is_apart
 
     def replace_exchange(self, made: Exchange) -> None:
-        """Use another exchange from now on. Called between two windows."""
+        """Use another exchange from now on. Call this between two windows."""
         self.exchange = made
         self._may_be_single = False
         self.readiness = Readiness(self.parameters, made.layout, self)
@@ -316,7 +316,7 @@ class Engine:
         """Collective: lay buckets out as in the run that is resumed, before there is optimizer state to move.
 
         Args:
-            order: That run's `Exchange.order`. Ignored if it doesn't fit this model.
+            order: `Exchange.order` of the resumed run. Ignored if it doesn't fit this model.
         """
         if not self.has_learned_order and sorted(order) == list(range(self.num_dense)):
             self.has_learned_order = True
@@ -327,7 +327,7 @@ class Engine:
         return [self.names[index] for index in self.exchange.unused()]
 
     def leave_early(self, what: str) -> None:
-        """Note that a window was abandoned before its gradients were averaged."""
+        """Record that a window was abandoned before its gradients were averaged."""
         self._left_early = what
 
     # ------------------------------------------------------------------ called by autograd
@@ -347,7 +347,7 @@ class Engine:
         if self._pass is None:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:
-                return None  # another output, or another call of the module
+                return None  # another output, or another call of the module, was reached before
             if not (over_dummy or _weighted) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None
@@ -374,7 +374,7 @@ class Engine:
     def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
         self._notice_failure()
-        if self._pass is None:  # the loss uses the parameter directly, perhaps besides the module's outputs
+        if self._pass is None:  # the loss uses the parameter directly, perhaps in addition to the module's outputs
             # In a weighted window a gradient without a weight is a mistake; `_count` raises the error.
             is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
             if not (self.state is State.FORWARD or is_weighted or _weighted):
@@ -399,7 +399,7 @@ class Engine:
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
     def autograd_ended(self) -> None:
-        """Autograd has ended the run in which a pass of `loss.backward()` began."""
+        """Called when autograd has ended the run in which a pass of `loss.backward()` began."""
         self.exchange.when_added(self._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
@@ -428,7 +428,7 @@ class Engine:
         self.state = TRANSITIONS[self.state][event]
 
     def _notice_failure(self) -> None:
-        """Do what `begin_forward` does if a pass has failed since the last forward pass."""
+        """Check for a failed pass, as `begin_forward` does, if a pass has failed since the last forward pass."""
         if self._pass is not None and self._pass.has_raised:
             self._give_up_pass()
         if self.state is State.FAILED:
@@ -451,11 +451,11 @@ class Engine:
         self.state, self._pass = self._pass.before, None
 
     def _open_plain_pass(self, effect: Effect, *, is_found_late: bool = False) -> None:
-        """Begin a pass of `loss.backward()`. If autograd is running the pass ends with autograd.
+        """Begin a pass of `loss.backward()`. If autograd is running, the pass ends with autograd.
 
         Args:
             effect: See `Pass`.
-            is_found_late: A gradient has come before any output was reached.
+            is_found_late: Whether a gradient has come before any output was reached.
         """
         global _last_begun
         before, _last_begun = None if _last_begun is None else _last_begun(), weakref.ref(self)
@@ -470,7 +470,7 @@ class Engine:
         end, node = _AutogradEnd(self, self._pass), enclosing_node() if is_found_late else None
         if node is None:
             at_end_of_backward(end)
-        else:  # a reentrant checkpoint's pass ends before the pass around it
+        else:  # in a reentrant checkpoint: its pass ends before the pass around it
             node.register_hook(lambda *_: at_end_of_backward(end))
 
     def _open_pass(self, opened: Pass) -> None:
@@ -502,7 +502,7 @@ class Engine:
         return window
 
     def _save_reduced(self, window: Window) -> None:
-        """Save what an earlier reduction left in `p.grad`; see [Note: saved gradients]."""
+        """Save the gradients that an earlier reduction left in `p.grad`: see [Note: saved gradients]."""
         if all(parameter.grad is None for parameter in self.parameters):
             return
         # After zero_grad(set_to_none=False) there is nothing to save, and the views stay in `p.grad`.
@@ -510,7 +510,7 @@ class Engine:
         window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
 
     def _count(self) -> None:
-        """Count the pass in the window: a parameter has received a gradient, or will."""
+        """Count the pass in the window, because a parameter has received a gradient, or will."""
         assert self._pass is not None
         assert self._window is not None
         if self._pass.kind is Kind.PLAIN and _weighted:
@@ -551,10 +551,10 @@ class Engine:
     def _drop_zeroed_window(self) -> None:
         """Drop the open window, with its weights and saved gradients, if `zero_grad` has dropped its gradients.
 
-        The same holds for the incomplete sum of a loop over micro-batches that was left early.
+        Also drop the incomplete sum of a loop over micro-batches that was left early.
         """
         if self._pass is not None:
-            return  # the running pass may be what has changed the gradients
+            return  # the running pass may have changed the gradients
         if self._window is None:
             is_dropped = all(parameter.grad is None for parameter in self.parameters)
         else:
@@ -563,7 +563,7 @@ class Engine:
             self._left_early = self._window = None
 
     def _end_window(self) -> None:
-        """Collective: afterwards `p.grad` is the global mean on every rank, or this rank's own in local SGD."""
+        """Collective: afterwards `p.grad` is the global mean on every rank, or in local SGD this rank's own mean."""
         assert self._window is not None
         if not self.ending.exchanges:
             self.end_local_window()
@@ -574,8 +574,8 @@ class Engine:
         for observer in self._at_end:
             observer.end_window(self.names[first:], self.parameters[first:])
         for observer in self._at_forgotten:
-            # A forward pass with several outputs may be counted as reached several times. Then some forward passes
-            # without a backward pass go unnoticed.
+            # A forward pass with several outputs may be counted several times. Then some forward passes without a
+            # backward pass go unnoticed.
             observer.forget_forwards(max(0, self._num_forwards - self._num_reached))
         self._num_forwards = self._num_reached = 0
         self.exchange.finish(self._window)
@@ -589,7 +589,7 @@ class Engine:
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
-        self._pass_ended()  # before the observers act, which may raise: the state must be the same on all ranks
+        self._pass_ended()  # before the observers act, because they may raise: the state must be the same on all ranks
         skips = [each.act(window) for each in self.observers if each.found is not None or each in self._acting]
         if any(skips):
             drop_grads(self.parameters)
@@ -609,7 +609,7 @@ class Engine:
     # ------------------------------------------------------------------ errors
 
     def fail(self) -> None:
-        """Note that a backward pass has raised an exception: replicas are no longer in step."""
+        """Record that a backward pass has raised an exception: replicas may differ now."""
         self.state, self._pass = State.FAILED, None
         self._unmute()
 
@@ -626,7 +626,7 @@ class Engine:
 
 
 class _AutogradEnd:
-    """Called by autograd when it has ended. If autograd raises it doesn't call this object, but drops it."""
+    """An object that autograd calls when it has ended. If autograd raises, it drops the object without a call."""
 
     def __init__(self, engine: Engine, current: Pass) -> None:
         self._engine = engine
@@ -641,8 +641,8 @@ class _AutogradEnd:
             self._pass.has_raised = True
 
 
-# The running `weighted_passes` of all threads. On a GPU one thread of autograd's runs the passes of all threads, so the
-# current thread doesn't identify the pass. A set, because two threads may change it at once.
+# The running `weighted_passes` of all threads. On a GPU one autograd thread runs the passes of all threads, so the
+# current thread doesn't identify the pass. It is a set, because two threads may change it at once.
 _weighted: set[object] = set()
 # The engine whose pass of `loss.backward()` began last.
 _last_begun: weakref.ref[Engine] | None = None
@@ -662,7 +662,7 @@ def weighted_passes(
     Collective if the engines synchronise. Passes begin and end in the order of `engines`.
 
     Args:
-        engines: Engines of all wrapped models that the loss goes through, in the same order on all ranks.
+        engines: Engines of all wrapped models through which the loss goes, in the same order on all ranks.
         weight: The pass's weight.
         only_dummies: For each engine, the result of `is_over_dummies` for the loss.
         dtype: The loss's dtype.
@@ -674,9 +674,9 @@ def weighted_passes(
     _weighted.add(this)
     try:
         if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
-            # A model of a smaller group is named before a model of more ranks. Gradients of the larger model are added
-            # over several groups, so the groups need one scale: the larger model's. No collective is possible here: a
-            # rank without samples ends the first model's window before it takes part in the second's.
+            # A model over fewer ranks is named before the model over the most ranks. Gradients of the larger model are
+            # added over several groups, so the groups need one scale: the larger model's. No collective is possible
+            # here: a rank without samples ends the first model's window before it takes part in the second's.
             opens_window = not largest.is_in_window
             scale = largest.exchange.scale.agree(None, opens_window=opens_window, is_urgent=False)
         turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]

@@ -13,11 +13,11 @@ from evenstep.replica.gradients.window import Window
 
 
 class Observer:
-    """Watches the steps of one model on this rank. Every method does nothing here.
+    """Watches the steps of one model on this rank. In this base class most methods do nothing.
 
         a pass begins                begin_pass
         a pass ends in a window      end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
-        a pass goes past the model   passed_by            what it adds to `p.grad` is this rank's own
+        a pass bypasses the model    passed_by            its gradients in `p.grad` are this rank's own
         the last pass has ended      end_window, forget_forwards
         a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs or after
                                                           `end_window` (with shared memory the last bucket always is)
@@ -36,13 +36,14 @@ class Observer:
     disables that path.
 
     Attributes:
-        num_numbers: How many numbers it has in the header of every window: the same on all ranks, and fixed when it is
-            made. Sums are all that arrives: for a maximum give each rank a place, with 0 in the others' places.
-        is_read_at_once: Whether their sums are worth waiting for a GPU.
+        num_numbers: The number of its numbers in every window's header: the same on all ranks, and constant. Numbers
+            are only added: for a maximum, give each rank its own place, with 0 in the others' places.
+        is_read_at_once: Whether the sums are read at once, even if this waits for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
-        sent: What the numbers of this window are about, for `judge`. `header_numbers` sets it; None: `judge` isn't
+        sent: An object that describes this window's numbers, for `judge`. `header_numbers` sets it; None: `judge` isn't
             called.
-        found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, except for a `sent` in it.
+        found: The finding of `judge`, for `conclude`; None: nothing was found. The same on all ranks, except for a
+            `sent` in it.
     """
 
     num_numbers = 0
@@ -52,19 +53,19 @@ class Observer:
     found: Any = None
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Called when a backward pass begins."""
 
     def end_local_pass(self) -> None:
-        """A backward pass has ended within a window, and its gradients stay on this rank for now."""
+        """Called when a backward pass has ended within a window: its gradients stay on this rank for now."""
 
     def passed_by(self, parameter: nn.Parameter) -> None:
-        """A backward pass that isn't the wrapper's own has left a gradient in a parameter."""
+        """Called when a backward pass that isn't the wrapper's own has left a gradient in a parameter."""
 
     def forget_forwards(self, number: int) -> None:
-        """A number of training forward passes since the last window that no backward pass has reached."""
+        """Called with the number of training forward passes since the last window that no backward pass has reached."""
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets have been laid out."""
+        """Called when buckets have been laid out."""
 
     def totals_for(self, bucket: Bucket) -> list[float] | None:
         """Return a list that `Bucket.pack` is to fill with sums of the bucket, or None; called before it is packed."""
@@ -82,7 +83,7 @@ class Observer:
         """
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        """The last pass of a window has ended.
+        """Called when the last pass of a window has ended.
 
         Args:
             names: Names of the parameters whose gradients are in no bucket.
@@ -106,10 +107,10 @@ class Observer:
             self.found = sent
 
     def act(self, window: Window) -> bool:
-        """Act on `found`. Collective if something was found; all ranks know whether it was.
+        """Act on `found`. Collective if something was found, which all ranks know.
 
         Returns:
-            Whether the window's gradients must be dropped, on all ranks alike.
+            Whether the window's gradients must be dropped; the same on all ranks.
         """
         found, self.found = self.found, None
         return found is not None and self.conclude(found)
@@ -122,12 +123,12 @@ class Observer:
         """Step optimizers that step within the backward pass; gradients have been averaged."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer that has parameters of the model has stepped."""
+        """Called when an optimizer that has parameters of the model has stepped."""
 
     def set_apart(self, is_apart: bool) -> None:
-        """From now on each rank steps independently, or all ranks step together again.
+        """Called when ranks begin to step independently, or step together again.
 
-        Within a join ranks leave one by one.
+        Ranks also step independently within a join, where they leave one by one.
         """
 
 

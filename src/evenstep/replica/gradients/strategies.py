@@ -1,4 +1,4 @@
-"""How the windows of a model end: with the mean over all ranks, or in a way derived from that."""
+"""The ways in which a model's windows end: with the mean over all ranks, over fewer ranks, or over virtual ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowEnd:
     Attributes:
         exchanges: Whether gradients travel to other ranks.
         sums_first: Whether gradients are divided only after all of them have been added, never before.
-        owner: The object that has replaced the model's own ending by this one; None: this is the model's own.
+        owner: The object that has replaced the model's own `WindowEnd` by this one; None: this is the model's own.
     """
 
     exchanges = True
@@ -37,21 +37,21 @@ class WindowEnd:
         """Raise if no pass may begin now.
 
         Args:
-            what: What begins, for the message.
+            what: The call that begins, for the message.
 
         Raises:
             UsageError: `what` isn't possible now.
         """
 
     def weight_of(self, window: Window) -> float | Tensor:
-        """This rank's weight, when the window's last pass has begun."""
+        """This rank's weight in the window, once the window's last pass has begun."""
         return window.weight
 
     def add_to(self, bucket: Bucket) -> None:
         """Add the sums of earlier parts of the window to a packed bucket, before it is sent."""
 
     def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
-        """Complete this rank's gradients and weight: the window's last pass has ended.
+        """Complete this rank's gradients and weight, after the window's last pass.
 
         Args:
             window: This rank's window.
@@ -63,7 +63,7 @@ class LocalWindowEnd(WindowEnd):
     """Ends every window on each rank alone, with this rank's own mean: local SGD.
 
     Args:
-        owner: The `LocalSGD` that steps with it.
+        owner: The `LocalSGD` that uses this.
     """
 
     exchanges = False
@@ -78,8 +78,7 @@ class ReplicaWindowEnd(WindowEnd):
 
     Args:
         num_shares: The number of these ranks.
-        owner: The `LocalSGD` that steps with it; None: there is none, so no pass is allowed: replicas would drift
-            apart.
+        owner: The `LocalSGD` that uses this; None: no pass is allowed, because replicas would drift apart.
     """
 
     def __init__(self, num_shares: int, owner: object = None) -> None:

@@ -1,4 +1,4 @@
-"""The accumulation window: the sums that it holds, its divisor, and how each of its passes counts.
+"""The accumulation window: its sums, its divisor, and the effect of each of its passes.
 
 A window begins with the first backward pass after a reduction and ends with the next reduction. Within it, either
 every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over ranks) or every pass is WEIGHTED
@@ -9,7 +9,7 @@ every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over
 A pass with weight 0, or over an empty share, runs for its side effects (hooks, the user's collectives), but its NaNs
 must not reach the sum. The gradients of the window so far are saved before the pass and put back after it; the
 gradients of the pass itself are dropped. A PLAIN pass that reaches outputs over a dummy batch first may reach outputs
-over samples later: its gradients are kept apart until it ends, and added then.
+over samples later: its gradients are kept separate until it ends, and added then.
 
 If other ranks' outputs depend on this rank's rows (`shares_statistics`: a SyncBatchNorm), a pass with weight 0 over
 real rows is not dropped, because the other ranks' losses have a gradient with respect to those rows. The pass is
@@ -42,9 +42,9 @@ class Kind(Enum):
 
 
 class State(Enum):
-    """Where a model is between two steps of its optimizer."""
+    """The state of a model between two steps of its optimizer."""
 
-    IDLE = auto()  # no pass runs; one that doesn't reach the wrapper's outputs is this rank's own
+    IDLE = auto()  # no pass runs; a pass that doesn't reach the wrapper's outputs is this rank's own
     FORWARD = auto()  # a forward pass of the wrapper has run outside of `no_sync`: the next pass is the wrapper's own
     STARTED = auto()  # a pass has reached an output of the wrapper; perhaps it is `torch.autograd.grad`
     COUNTED = auto()  # a pass has given a parameter a gradient, or will: it counts in its window
@@ -53,17 +53,17 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What changes the state."""
+    """An event that changes the state."""
 
     FORWARD = auto()  # a forward pass outside of `no_sync` has ended
     START = auto()  # a pass has begun
     COUNT = auto()  # a parameter has received a gradient, or will
-    SINGLE = auto()  # a pass has begun that is a window of its own
+    SINGLE = auto()  # a pass that is a whole window has begun
     END = auto()  # a pass that counts, or the window of a rank without a pass, has ended
-    RESET = auto()  # what a failed pass has left is dropped
+    RESET = auto()  # the gradients of a failed pass are dropped
 
 
-# A transition that isn't in this table is a bug of evenstep, with two exceptions: a pass that ends without a gradient
+# A transition that isn't in this table is a bug in evenstep, with two exceptions: a pass that ends without a gradient
 # restores the state in which it began, and an exception leads to FAILED.
 TRANSITIONS = {
     State.IDLE: {
@@ -89,27 +89,28 @@ CALLS = {Kind.PLAIN: "loss.backward()", Kind.WEIGHTED: "model.backward(loss, ...
 
 
 class SavedShard(Protocol):
-    """Reduced gradients of a sharded bucket, kept out of a window."""
+    """Reduced gradients of a sharded bucket, kept separate from a window's gradients."""
 
     def give_back(self, *, add: bool) -> None:
         """Return the gradients to the shard; with `add`, add them to the gradients that were reduced since."""
 
 
 class SavedGradients:
-    """Gradients kept out of a window, or of one pass of it, until it ends.
+    """Gradients kept separate from those of a window, or of one of its passes, until it ends.
 
     [Note: saved gradients]
 
-    *Of a window.* Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A
+    *Of a window.* Without `zero_grad` between two synchronised passes, the second adds to the reduced gradient R. A
     PLAIN pass may leave R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the
     number of ranks over the sum of weights, so R is saved and added back. A rank without a pass treats R as the kind of
     the last window requires. R must not enter the sums of virtual ranks either. It is saved before the loop over them,
-    because when a PLAIN pass is noticed autograd may already have added gradients to R. R of a sharded bucket is its
+    because autograd may already have added gradients to R when a PLAIN pass is noticed. R of a sharded bucket is its
     shard. Autograd can't add to a shard, so R is always saved there.
 
     *Of a pass that contributes nothing.* The window's gradients so far are saved before it and put back after it.
 
-    A window that is dropped drops what it saved: after an error, or because `zero_grad` has dropped its gradients.
+    If a window is dropped, after an error or because `zero_grad` has dropped its gradients, its saved gradients are
+    dropped, too.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class SavedGradients:
             parameter.grad = None
 
     def put_back(self) -> None:
-        """Restore `p.grad`, and drop the gradients that autograd has put there since."""
+        """Restore `p.grad`, and drop the gradients that autograd has stored there since."""
         for parameter, grad in self._gradients:
             parameter.grad = grad
         self._gradients = []
@@ -138,7 +139,7 @@ class SavedGradients:
         """Add the saved gradients to `p.grad`, when a window ends or is closed without a pass.
 
         Args:
-            to_shards: The window has been reduced; see `SavedShard.give_back`.
+            to_shards: Whether the window has been reduced; see `SavedShard.give_back`.
         """
         for parameter, grad in self._gradients:
             if grad is not None:
@@ -149,15 +150,15 @@ class SavedGradients:
 
 
 class Window:
-    """The passes since the last reduction, on this rank.
+    """An accumulation window: the passes since the last reduction, on this rank.
 
     Attributes:
-        kind: What the passes meant; None before the first, and for a rank whose share was empty.
-        weight: Sum of the weights so far; a 0-dim tensor if one of them was a tensor.
+        kind: The kind of the passes; None before the first pass, and on a rank whose share was empty.
+        weight: Sum of the weights so far; a 0-dim tensor if a weight was a tensor.
         weight_held: The weight of the gradients in `p.grad`. Equal to `weight`, except in reproducible mode, where
             `p.grad` holds only the last virtual rank's gradients.
-        is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
-        has_leftovers: The window has no pass, and `p.grad` holds gradients of an earlier reduction.
+        is_scaled: Whether the loss of a pass was scaled by a GradScaler, so that gradients may overflow.
+        has_leftovers: Whether the window has no pass, and `p.grad` holds gradients of an earlier reduction.
         saved: Gradients that this window doesn't reduce.
     """
 
@@ -185,10 +186,10 @@ class Window:
         self.is_scaled |= is_scaled
 
     def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record one of the gradients that a pass has left, so that `has_changed` needs to check only that one.
+        """Record one of the gradients that a pass has left, so that `has_changed` has to check only this gradient.
 
         Args:
-            parameters: The parameters whose gradients the pass left; empty: the gradients are kept elsewhere.
+            parameters: The parameters with gradients from the pass; empty: the gradients are stored elsewhere.
         """
         held = ((parameter, parameter.grad) for parameter in parameters)
         self._noted = next(((parameter, grad, grad._version) for parameter, grad in held if grad is not None), None)
@@ -204,13 +205,13 @@ class Window:
 class Turn(Enum):
     """A model's turn in a pass through several models: see [Note: one order] in `exchange.all_reduce`."""
 
-    ALONE = auto()  # as far as is known
+    ALONE = auto()  # no other model is known to take part
     FIRST = auto()
     BEHIND = auto()  # another model's buckets travel first
 
 
 class Effect(Enum):
-    """What a pass does to the sum of its window: see [Note: passes that contribute nothing]."""
+    """The effect of a pass on the sum of its window: see [Note: passes that contribute nothing]."""
 
     ADDED = auto()  # its gradients are added
     DROPPED = auto()  # its gradients are dropped at its end
@@ -219,19 +220,19 @@ class Effect(Enum):
 
 @dataclass
 class Pass:
-    """One run of autograd, and how it counts in its window.
+    """One run of autograd, and its effect on its window.
 
     Attributes:
-        kind: What it means.
-        weight: Its weight in the window's sum.
-        effect: What is known of its effect so far.
+        kind: The pass's kind.
+        weight: The pass's weight in the window's sum.
+        effect: The pass's effect, as far as it is known.
         is_scaled: The loss was scaled by a GradScaler.
-        before: The state in which it began.
-        opens_window: No window was open when it began.
-        ends_window: It ends the window; decided when it begins.
-        fills_buckets: Gradients are sent as soon as autograd has produced them.
-        has_raised: Autograd has raised an exception in it, and so doesn't report its end.
-        saved: Gradients of the window before this pass, if the pass began as a dropped one.
+        before: The state in which the pass began.
+        opens_window: Whether no window was open when the pass began.
+        ends_window: Whether the pass ends the window; decided when it begins.
+        fills_buckets: Whether gradients are sent as soon as autograd has produced them.
+        has_raised: Whether autograd has raised an exception in the pass, and so doesn't report its end.
+        saved: Gradients of the window before this pass, if the pass began with the effect DROPPED.
     """
 
     kind: Kind
@@ -246,7 +247,7 @@ class Pass:
     saved: SavedGradients | None = None
 
     def end_apart(self) -> None:
-        """Drop the gradients of a dropped pass. If the pass turned out to reach samples, add them to the window's."""
+        """End a dropped pass: drop its gradients, or, if it has reached samples after all, add them to the window's."""
         if self.saved is not None and self.effect is Effect.DROPPED:
             self.saved.put_back()
         elif self.saved is not None:
@@ -254,7 +255,7 @@ class Pass:
 
     @property
     def contribution(self) -> float | Tensor:
-        """0.0 if the pass's gradients are dropped, else another number.
+        """The weight with which gradients are added: 0.0 if the pass's gradients are dropped, else another number.
 
         A weight tensor is returned unread, so it may be 0.
         """
@@ -272,17 +273,17 @@ class Pass:
 
 
 def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: bool) -> Effect:
-    """The effect of a pass of `model.backward`; see [Note: passes that contribute nothing]. Pure.
+    """The effect of a pass of `model.backward`: see [Note: passes that contribute nothing]. Pure.
 
     Args:
         weight: The pass's weight; a tensor isn't read.
-        only_dummies: The loss goes through outputs over dummy batches, and through none over samples.
+        only_dummies: The loss goes through outputs over dummy batches, and through no outputs over samples.
         shares_statistics: Other ranks' outputs depend on this rank's rows.
     """
     if only_dummies:
         return Effect.DROPPED
     if isinstance(weight, Tensor):
-        return Effect.MUTED  # it may be 0, and its NaNs mustn't reach the sum of the window's other passes
+        return Effect.MUTED  # the weight may be 0, and NaNs mustn't reach the sum of the window's other passes
     if weight > 0:
         return Effect.ADDED
     return Effect.MUTED if shares_statistics else Effect.DROPPED
@@ -291,12 +292,12 @@ def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: 
 def as_multiplied(weight: float | Tensor, scale: float, dtype: torch.dtype) -> float | Tensor:
     """The weight that a pass adds to the sum of weights: its weight rounded to a 16-bit loss's dtype.
 
-    In bfloat16, 20,001 times a gradient is 19,968 times it. With the rounded weight the mean of equal gradients is that
-    gradient.
+    In bfloat16, 20,001 times a gradient is computed as 19,968 times the gradient. With the rounded weight the mean of
+    equal gradients is that gradient.
 
     Args:
         weight: The pass's weight.
-        scale: The scale that the weight is divided by first.
+        scale: The scale by which the weight is divided first.
         dtype: The loss's dtype.
     """
     if dtype.itemsize > 2:
@@ -307,10 +308,10 @@ def as_multiplied(weight: float | Tensor, scale: float, dtype: torch.dtype) -> f
 
 
 def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
-    """Return a weight as a float, or as a 0-dim tensor where reading it would wait for a device.
+    """Return a weight as a float, or as a 0-dim tensor if reading it would wait for a device.
 
     Raises:
-        ConfigurationError: Negative, infinite, NaN, or no single number.
+        ConfigurationError: The weight is negative, infinite, NaN, or no single number.
     """
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
@@ -344,6 +345,6 @@ def drop_grads(parameters: Iterable[Tensor]) -> None:
 
 
 def all_zero(parameters: Iterable[Tensor]) -> bool:
-    """Whether there are no gradients, or only zeros. On a GPU this waits for the first gradient that exists."""
+    """Whether there are no gradients, or only zeros. On a GPU this waits for the first existing gradient."""
     grads = (parameter.grad for parameter in parameters)
     return not any((grad._values() if grad.is_sparse else local_part(grad)).any() for grad in grads if grad is not None)

@@ -1,26 +1,26 @@
 """The checks of one model's steps: gradients that aren't finite, options and calls that differ, replicas that drift.
 
     check         in the header                     what the sum shows     result, the same on all ranks
-    NonFinite     number of findings; has a scaler  some rank has          the step is skipped, an error, or one warning
+    NonFinite     number of findings; has a scaler  not 0: a rank has any  the step is skipped, an error, or one warning
     OptionsWatch  contrasts of options and calls    not 0: ranks differ    `MismatchError` names the option or the call
     DriftWatch    doubts; contrast of a digest      not 0, twice           `DriftError` names ranks and parameters
     StepWatch     steps, batches, passes (`steps`)  ranks differ           one warning
 
 Each check is an `Observer`: its numbers are in the header, which is sent in any case, and each rank judges their sums.
-Only if a sum shows something do ranks exchange details and make one message of them. OptionsWatch and DriftWatch
-compare values that all ranks should have equal, so they are `Comparison`s. To add another one, write its values
+Only if a sum shows a finding, ranks exchange details and make one message of them. OptionsWatch and DriftWatch compare
+values that all ranks should have equal, so they are `Comparison`s. To add another comparison, write its values
 (`measure`) and its message (`conclude`). On a GPU `header` reads the sums late. `header` itself counts the kinds of
 passes. `digests` has the numbers by which values are compared.
 
 [Note: how gradients are checked]
 
-"skip" and "raise" add up every bucket that is about to be sent. If the sum isn't finite each gradient is checked: an
-element may be infinite or NaN, or the sum may only be very large. The header carries the number of findings, and is
-read at once, before an optimizer can step; on a GPU that waits for the device.
+"skip" and "raise" add up every bucket that is about to be sent. If the sum isn't finite, each gradient is checked: an
+element may be infinite or NaN, or only the sum was too large. The header carries the number of findings, and is read at
+once, before an optimizer can step; on a GPU that waits for the device.
 
 "warn" checks the sums over ranks instead, while they are made in shared memory: each rank checks the part that it sums,
 so the check costs 1/n. Rank 0 warns at the end of that window or of the next one. If Gloo makes the sums on CPUs,
-"warn" adds up every bucket as the other two policies do; so it does where buckets share their memory
+"warn" adds up every bucket, as the other two policies do. It also does so if buckets share memory
 (`ShardedOptimizer(shard_gradients=True)`), and for complex and sparse gradients.
 
 For a model that is divided over ranks, each rank inspects its parts of the sums that FSDP2 has made.
@@ -28,7 +28,7 @@ For a model that is divided over ranks, each rank inspects its parts of the sums
 [Note: how options are compared]
 
 At the end of each window every rank makes a checksum of the options in all parameter groups of sharded optimizers. If
-checksums differ all ranks see it, exchange their options, and raise. A new checksum is made only when an option has
+checksums differ, all ranks see this, exchange their options, and raise. A new checksum is made only when an option has
 changed since the last window. Machines with different rounding may have a different last digit in a cosine schedule. So
 the checksum is of numbers rounded to `_DIGITS`, and options within `_OPTIONS_ROUNDING` of each other count as equal.
 Options that are tensors on a GPU aren't read: a digest of their rounded values is the second number.
@@ -44,21 +44,21 @@ rank makes a digest of the portion's bytes, and the header carries two numbers:
     [1]  a contrast of the digest with other ranks' (`digests.contrast`)
 
 Added over ranks, contrasts give 0 if all ranks have the same value. So all ranks reach the same result without an extra
-collective. Only if digests differ do ranks determine which parameters differ, and by how much.
+collective. Only if digests differ, ranks determine which parameters differ, and by how much.
 
 In a divided model, ranks that differ only along "replicate" have the same parts of all parameters. The header is added
-over all ranks of the model, and a digest is contrasted only with digests of the same parts. All ranks go through the
-same windows and states, also those with nothing to compare, so all of them raise if replicas of any part differ.
+over all ranks of the model, and a digest is contrasted only with digests of the same parts. All ranks, even those with
+nothing to compare, go through the same windows and states, so all raise if replicas of any part differ.
 
 [Note: differences that are no fault]
 
 - Parameters that are changed for one pass and put back before the optimizer steps (sharpness-aware minimisation, with
   each rank's own gradient). So a difference counts only if it is still there after the next step of an optimizer.
 - Ranks that step independently: communication hooks other than torch's averaging hooks, optimizers that step in an
-  accumulation window, `init_sync=False`. A rank that notices one of these *doubts*, and as soon as one rank doubts no
-  rank compares any more.
-- Ranks of a `LocalSGD`, until it is closed. Its close makes parameters and optimizer state equal again.
-- Ranks within `join`, when some have left. They are made equal at its end.
+  accumulation window, `init_sync=False`. A rank that notices one of these *doubts*. As soon as one rank doubts, no rank
+  compares any more.
+- Ranks of a `LocalSGD`, until it is closed. Closing makes parameters and optimizer state equal again.
+- Ranks within `join`, when some have left. They become equal at its end.
 - Ranks on unlike machines, which may round differently, unless the user has set `compare_every`.
 - Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
   end of every window, or are each rank's own.
@@ -97,7 +97,7 @@ from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
-Number = float | Tensor  # a 0-dim float64 tensor if it comes from a GPU, which isn't waited for
+Number = float | Tensor  # a 0-dim float64 tensor if it comes from a GPU, so that nothing waits
 
 
 class Comparison(Observer):
@@ -105,11 +105,11 @@ class Comparison(Observer):
 
     Args:
         rank: This rank's number among the compared ranks.
-        num_ranks: How many ranks are compared.
+        num_ranks: The number of compared ranks.
 
     Attributes:
-        num_windows: In how many windows this rank has compared.
-        is_apart: Each rank steps independently, and nothing is compared.
+        num_windows: The number of windows in which this rank has compared.
+        is_apart: Whether each rank steps independently, so that nothing is compared.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -122,7 +122,7 @@ class Comparison(Observer):
         raise NotImplementedError
 
     def contrast(self, value: Any) -> Number:
-        """A number whose sum over ranks is 0 if all have the same value: a digest, or plain values up to rounding."""
+        """A number whose sum over ranks is 0 if all have the same `value`: a digest, or plain values up to rounding."""
         return contrast(value if isinstance(value, Tensor) else checksum(value), *self._place)
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
@@ -157,7 +157,7 @@ def validate_policy(policy: str | None) -> None:
     """Refuse an unknown policy.
 
     Raises:
-        ConfigurationError: It isn't "warn", "skip", "raise" or None.
+        ConfigurationError: The policy isn't "warn", "skip", "raise" or None.
     """
     if policy not in ("warn", "skip", "raise", None):
         raise ConfigurationError(f"on_nonfinite={policy!r}; 'warn', 'skip', 'raise', or None.")
@@ -173,9 +173,9 @@ class Finder:
         """Check some gradients.
 
         Args:
-            names: Names of their parameters.
+            names: Names of the gradients' parameters.
             gradients: The gradients, on one device.
-            whole: The same numbers in fewer tensors; None: there are no such tensors.
+            whole: The same gradients in fewer, larger tensors; None: there are no such tensors.
         """
         found = [(name, each) for name, each in zip(names, gradients, strict=True) if each.numel()]
         if not found:
@@ -196,7 +196,7 @@ class Finder:
         )
 
     def count(self) -> Number:
-        """0 if nothing has been found since the last `take`."""
+        """The number of findings since the last `take`; on a GPU, a number that isn't 0 if there are any."""
         count: Number = 0.0
         for _, peaks in self._peaks:
             bad = (~peaks.isfinite()).sum(dtype=torch.float64)
@@ -204,7 +204,7 @@ class Finder:
         return count
 
     def take(self) -> list[str]:
-        """Return the names that were found since the last call."""
+        """Return the names found since the last call."""
         peaks, self._peaks = self._peaks, []
         both = [each for names, values in peaks for each in zip(names, values.isfinite().tolist(), strict=True)]
         return [name for name, is_finite in both if not is_finite]
@@ -214,14 +214,15 @@ class NonFinite(Observer):
     """Finds gradients that aren't finite, and skips the step, raises, or warns once, the same on all ranks.
 
     Args:
-        policy: What happens to the step.
+        policy: The reaction to such gradients: "warn", "skip" or "raise".
         world: The ranks that take part.
         control: Carries messages on the CPU, in order with the model's passes.
-        in_sums: Check the sums over ranks in shared memory instead of this rank's own gradients.
-        of_parts: The model is divided over ranks, and gradients have already been added when they are inspected.
+        in_sums: Whether to check the sums over ranks in shared memory instead of this rank's own gradients.
+        of_parts: Whether the model is divided over ranks, so that gradients have already been added when they are
+            inspected.
 
     Attributes:
-        num_skipped: Steps that were skipped so far.
+        num_skipped: Number of steps skipped so far.
     """
 
     num_numbers = 2
@@ -238,9 +239,9 @@ class NonFinite(Observer):
         self._control = control
         self._of_parts = of_parts
         self._finder = Finder()
-        self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: only the sum), parameter
+        self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: unknown), parameter
         self._num_windows = 0
-        self._is_off = False  # it has warned
+        self._is_off = False  # whether it has warned
         self._is_apart = False
 
     def set_apart(self, is_apart: bool) -> None:
@@ -290,7 +291,7 @@ class NonFinite(Observer):
             return
         places = (~torch.isfinite(result)).nonzero()[:, 0]
         if len(places) == 0:
-            return  # all numbers are finite, only their total was too large
+            return  # all gradients are finite, only their total was too large
         values = torch.stack([given[places] for given in inputs])
         bad, is_small = ~values.isfinite(), values.abs() < torch.finfo(values.dtype).max / (2 * len(inputs))
         for rank, given in enumerate(inputs):
@@ -331,7 +332,7 @@ class NonFinite(Observer):
         """Skip the step, raise or warn.
 
         Raises:
-            NonFiniteError: By policy "raise"; on all ranks, with the same text.
+            NonFiniteError: The policy is "raise". Raised on all ranks, with the same text.
         """
         number = self._num_windows - 1
         mine = [*sorted(self._findings), *((number, self._world.rank, name) for name in self._finder.take())]
@@ -378,7 +379,7 @@ class NonFinite(Observer):
 
 def has_scaler() -> bool:
     """Whether a GradScaler is in use in this process, so that occasional overflows are normal."""
-    gc.collect()  # a scaler from an earlier training may still be in a reference cycle
+    gc.collect()  # a former scaler may still be in a reference cycle
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
 
@@ -392,9 +393,9 @@ def listed(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- options and calls that differ
 
 Call = tuple[str, tuple[tuple[str, Any], ...]]  # name of the function, and its arguments: plain values
-Facts = tuple[str, Mapping[str, Any]]  # name of the owner, and by name the plain values that ranks should have equal
+Facts = tuple[str, Mapping[str, Any]]  # the owner's name, and plain values by name, which should be equal on all ranks
 
-_MAX_CALLS = 1000  # between two windows
+_MAX_CALLS = 1000  # the most calls between two windows
 ABOUT_SCHEDULERS = (
     "a scheduler that takes a loss, such as ReduceLROnPlateau, needs the mean over all ranks: world.mean(loss)."
 )
@@ -405,16 +406,15 @@ _DIGITS = 9
 _MARSHAL_VERSION = 2  # in later versions the bytes depend on reference counts
 _OPTIONS_ROUNDING = 1e-8  # not less than the last of `_DIGITS` digits
 _ROUNDING_OF_ZERO = 1e-15  # the rounding error of a cosine schedule that has reached 0
-_ROUNDED_BITS = 24  # rounded away of a float64's 52 bits, on a GPU; leaves about `_DIGITS` digits
-_MAX_NUMEL = 16  # of a tensor that is an option; only the shape of larger ones is compared
+_ROUNDED_BITS = 24  # on a GPU: bits of a float64's 52 to round away; leaves about `_DIGITS` digits
+_MAX_NUMEL = 16  # the most elements of an option's tensor; of larger tensors only the shape is compared
 
 
 def options_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return the options that an optimizer's step reads from its parameter groups, by readable name.
 
     Args:
-        optimizer: The optimizer. Only its class's options are returned, and only plain ones: numbers, texts, small
-            tensors.
+        optimizer: The optimizer. Only its class's plain options are returned: numbers, texts, small tensors.
     """
     found: dict[str, Any] = {"the number of parameter groups": len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
@@ -434,7 +434,7 @@ def find_difference(received: Sequence[Sequence[Facts]]) -> str | None:
     """A description of the first fact that differs between ranks, or None. Pure.
 
     Args:
-        received: By rank, facts about its optimizers or calls, in the same order on all ranks.
+        received: For each rank, facts about its optimizers or calls, in the same order on all ranks.
     """
     for rank, each in enumerate(received):
         for first, other in itertools.zip_longest(received[0], each):
@@ -470,10 +470,11 @@ class OptionsWatch(Comparison):
         self._control = control
         self._calls: list[Call] = []
         self._next_number = itertools.count().__next__
-        # By number. All ranks give the same numbers, but a deleted optimizer may not be collected yet on some of them.
+        # Optimizers by number. Numbers are the same on all ranks, but some ranks may not have collected a deleted
+        # optimizer yet.
         self._optimizers: weakref.WeakValueDictionary[int, optim.Optimizer] = weakref.WeakValueDictionary()
         self._written = b""  # options and calls of the last window, serialised: the fastest test whether they changed
-        self._number: Number = 0.0  # their contrast
+        self._number: Number = 0.0  # the contrast of these options and calls
 
     def add(self, optimizer: optim.Optimizer) -> None:
         """Collective: compare this optimizer's options from now on, as long as it lives."""
@@ -486,18 +487,18 @@ class OptionsWatch(Comparison):
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether there is an optimizer that is divided over ranks, so that its parts have to fit together."""
+        """Whether a ShardedOptimizer is divided over several ranks, so that its parts have to fit together."""
         return bool(self._optimizers) and self._world.world_size > 1
 
     @property
     def alive(self) -> list[optim.Optimizer]:
-        """The optimizers that are divided, or would be if there were several ranks."""
+        """The model's ShardedOptimizers, which are divided if there are several ranks."""
         return list(self._optimizers.values())
 
     def has_divided(self) -> bool:
         """Whether a ShardedOptimizer of the model is in use."""
         if self.alive:
-            gc.collect()  # optimizers are in reference cycles: an unused one may not be collected yet
+            gc.collect()  # optimizers are in reference cycles: an unused optimizer may not be collected yet
         return bool(self.alive)
 
     def measure(self) -> tuple[Sequence[Call], Sequence[Number]]:
@@ -521,7 +522,7 @@ class OptionsWatch(Comparison):
         """Name the options or calls that differ.
 
         Raises:
-            MismatchError: On every rank, with the same text.
+            MismatchError: Options or calls differ. Raised on every rank, with the same text.
         """
         mine = {str(number): options_of(each) for number, each in self._optimizers.items()}
         calls = [(who, {name: plain(value) for name, value in given}) for who, given in found]
@@ -551,7 +552,7 @@ class OptionsWatch(Comparison):
 def checksum(value: Any) -> int:
     """A 64-bit checksum of plain values, rounded first.
 
-    Numbers that differ by rounding rarely have different ones. Pure.
+    Numbers that differ by rounding rarely have different checksums. Pure.
     """
     made = hashlib.blake2b(repr(_rounded(value)).encode(), digest_size=8).digest()
     return int.from_bytes(made, "little", signed=True)
@@ -562,7 +563,7 @@ def plain(value: Any, *, reads_devices: bool = True) -> Any:
 
     Args:
         value: Numbers, texts, small tensors, and lists and tuples of them are compared.
-        reads_devices: Read tensors on a GPU, which waits for it; else only their shape is compared.
+        reads_devices: Whether to read tensors on a GPU, which waits for the device; else only their shape is compared.
     """
     if value is None or type(value) in _PLAIN:
         return value
@@ -604,14 +605,14 @@ def _are_close(one: Any, other: Any) -> bool:
 
 DEFAULT_EVERY = 64
 
-_LEAST_BYTES = 512 << 10  # of a portion: the overhead of a smaller one would cost more than reading it
-_CALL_BYTES = 16 << 10  # the bytes that can be read in the time that python takes for one more tensor
+_LEAST_BYTES = 512 << 10  # of a portion: for a smaller one, the overhead would exceed the time to read it
+_CALL_BYTES = 16 << 10  # bytes that can be read in the time that python takes for one more tensor
 _ROUNDING = 16  # times the dtype's epsilon, relative to a tensor's largest value
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a parameter.
+    """A range of rows of a parameter.
 
     Attributes:
         parameter: The parameter's number.
@@ -632,10 +633,10 @@ class Replicas:
     """The ranks that have the same parameters, or the same parts of them.
 
     Attributes:
-        rank: This rank's number among them.
-        numbers: Each one's rank number for messages.
-        transport: Carries tensors between them.
-        control: Carries messages between them, on the CPU.
+        rank: This rank's number among these ranks.
+        numbers: The rank number of each, for messages.
+        transport: Carries tensors between these ranks.
+        control: Carries messages between these ranks, on the CPU.
     """
 
     rank: int
@@ -654,13 +655,13 @@ def plan_portions(sizes: Sequence[tuple[int, int]], every: int) -> tuple[Portion
     in_all = sum(rows * row_bytes + _CALL_BYTES for rows, row_bytes in sizes if rows)
     enough = max(_LEAST_BYTES, -(-in_all // every))
     portions: list[list[Piece]] = [[] for _ in range(-(-in_all // enough))]
-    cost = 0  # of everything before this parameter's rows
+    cost = 0  # cost of everything before this parameter's rows
     for index, (rows, row_bytes) in enumerate(sizes):
         cost += _CALL_BYTES if rows else 0
         begin = 0
         while begin < rows:
             number = (cost + begin * row_bytes) // enough
-            end = min(rows, -((cost - (number + 1) * enough) // row_bytes))  # includes the row that reaches the border
+            end = min(rows, -((cost - (number + 1) * enough) // row_bytes))  # includes the row at the border
             portions[number].append(Piece(index, begin, end))
             begin = end
         cost += rows * row_bytes
@@ -671,11 +672,11 @@ def find_minority(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int
     """Find the pieces that differ, the ranks that differ from the majority, and a typical rank. Pure.
 
     Args:
-        digests: By rank, of each piece.
+        digests: The digest of each piece, by rank.
 
     Returns:
-        The pieces that aren't the same everywhere; the ranks that differ from more than half of all in one of them, or
-        none where there is no such majority; a rank of the largest group.
+        The pieces that differ; the ranks that differ in any piece from a majority of more than half of the ranks, or
+        none if there is no such majority; a rank of the largest group.
     """
     num_ranks = len(digests)
     differing = [piece for piece in range(len(digests[0])) if len({each[piece] for each in digests}) > 1]
@@ -697,9 +698,9 @@ class DriftWatch(Comparison):
         names: Names of the parameters.
         parameters: The trained parameters.
         replicas: The ranks that have the same parameters.
-        everybody: Carries messages of all ranks of the model, on the CPU, in order with its passes.
+        everybody: Carries messages between all ranks of the model, on the CPU, in order with the model's passes.
         every: Number of windows in which all parameters are compared once.
-        is_vouched: The user has set `compare_every`, so there is no doubt.
+        is_vouched: Whether the user has set `compare_every`, so that there is no doubt.
     """
 
     num_numbers = 2
@@ -730,8 +731,8 @@ class DriftWatch(Comparison):
         self._has_warned = False
         self._versions: list[int] | None = None
         self._stepped: set[int] = set()  # ids of optimizers that have stepped since the last window
-        self._left: list[int] | None = None  # versions of parameters after the last step; None: it had no average
-        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
+        self._left: list[int] | None = None  # versions of parameters after the last step on an average; else None
+        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in order
         self._watch_steps(None)
 
     def set_apart(self, is_apart: bool) -> None:
@@ -749,7 +750,7 @@ class DriftWatch(Comparison):
         return not (self._doubts or self.is_apart)
 
     def doubt(self) -> None:
-        """Stop comparing, because replicas may be meant to differ; not if the user has set `compare_every`."""
+        """Stop comparing, because replicas may be meant to differ; does nothing if the user has set `compare_every`."""
         self._doubts = self._doubts or not self._is_vouched
 
     # ------------------------------------------------------------------ called by the engine
@@ -783,7 +784,7 @@ class DriftWatch(Comparison):
         if some_doubt:
             self._doubts = True
             self._watch_steps(None)
-        elif is_again and portion is self._suspect:  # on a GPU a portion is sent twice before it is judged
+        elif is_again and portion is self._suspect:  # on a GPU, a portion is sent twice before it is judged
             self._watch_steps(None)
             self.found = portion if differs else None
         elif differs and not is_again and self._suspect is None:  # one suspect at a time
@@ -793,14 +794,14 @@ class DriftWatch(Comparison):
         """Raise if replicas have drifted apart, or warn of rounding.
 
         Raises:
-            DriftError: On every rank, with the same text.
+            DriftError: Replicas have drifted apart. Raised on every rank, with the same text.
         """
         received: list[tuple[str, bool]] = exchange(
             self._everybody, self._explain(found, f"noticed in backward pass {self.num_windows}")
         )
         for text, is_rounding in received:
             if text and not is_rounding:
-                self._left = None  # a program that catches this error doesn't get it again at the end
+                self._left = None  # a program that catches this error mustn't get it again at the end
                 raise DriftError(text)
         texts = [text for text, _ in received if text]
         if texts and self._everybody.rank == 0 and not self._has_warned:
@@ -811,7 +812,7 @@ class DriftWatch(Comparison):
     # ------------------------------------------------------------------ parts
 
     def _watch_steps(self, suspect: Portion | None) -> None:
-        """From now on take the digest of a portion after each step of an optimizer; None: of no portion."""
+        """Compute the digest of a portion after each step of an optimizer from now on; None: of no portion."""
         self._suspect = suspect
         self._after_step: Tensor | None = None  # 0-dim, int64: the suspect's digest after the last step
         if suspect is not None:
@@ -830,10 +831,11 @@ class DriftWatch(Comparison):
                 self._steppers.append(weakref.ref(optimizer))
 
     def left_by_last_step(self) -> list[int | None] | None:
-        """Digests of all parameters, as the last step after an average has left them.
+        """Digests of all parameters, with the values after the last step on an average.
 
         Returns:
-            By parameter, its digest, or None if it has changed since. None for all if replicas may be meant to differ.
+            For each parameter its digest, or None if it has changed since. Or None instead of the list, if replicas may
+            be meant to differ.
         """
         if not self.is_on or self._left is None:
             return None
@@ -844,7 +846,7 @@ class DriftWatch(Comparison):
         ]
 
     def explain_end(self, differing: Sequence[int], timeout_s: float) -> tuple[str, bool]:
-        """Collective among replicas: as `_explain`, for some parameters, when the run has ended.
+        """Collective among replicas: like `_explain`, for some parameters, when the run has ended.
 
         Args:
             differing: Numbers of the parameters.
@@ -874,14 +876,14 @@ class DriftWatch(Comparison):
         return digest([self._rows_of(piece) for piece in portion])
 
     def _explain(self, portion: Portion, when: str) -> tuple[str, bool]:
-        """Collective among replicas: a message about their differences (or ""), and whether these are only rounding.
+        """Collective among replicas: a message about their differences (or ""), and whether all are only rounding.
 
         Args:
             portion: The pieces to compare.
             when: When the difference was noticed, for the message.
         """
         control = self._replicas.control
-        # All NaNs count as equal, and both zeros, whatever their bits.
+        # All NaNs count as equal, whatever their bits, and so do both zeros.
         own = [int(digest([canonical(self._rows_of(piece))])) for piece in portion]
         steppers = [options_of(each) for ref in self._steppers if (each := ref()) is not None]
         received = exchange(control, {"digests": own, "steppers": steppers})
@@ -914,7 +916,7 @@ class DriftWatch(Comparison):
         return f"{text} {reason} Where ranks are meant to differ, wrap the model with compare_every=0.", False
 
     def _distance(self, piece: Piece, typical: int) -> float:
-        """Collective: the difference of this rank's piece from a typical rank's, relative to its largest value."""
+        """Collective: the difference of this rank's piece from a typical rank's, relative to the largest value."""
         own = self._rows_of(piece).detach()
         other = own.contiguous().clone()
         self._replicas.transport.broadcast(other.reshape(-1).view(torch.uint8), typical).wait()
@@ -943,7 +945,7 @@ def _rows(values: Tensor) -> tuple[int, int]:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Return the properties on which rounding depends, equal on ranks that round in the same way."""
+    """Return the properties on which rounding depends: equal on ranks that round in the same way."""
     facts = determinism.facts(device)
     return {name: fact for name, fact in facts.items() if device.type == "cpu" or name != "num_threads"}
 
@@ -959,14 +961,14 @@ class Monitors:
         parameters: The trained parameters.
         world: The ranks that take part.
         transport: Carries the messages of the model's passes.
-        control: Carries messages on the CPU, in order with those.
+        control: Carries messages on the CPU, in order with the messages of `transport`.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
-        compare_every: Every parameter is compared between ranks once in this many windows; None: in the default number,
-            and only while replicas are certain to be meant equal; 0: never.
-        starts_equal: The replicas were made equal when the model was wrapped.
-        replicas: The ranks that have the same parameters as this one, or the same parts of them; None: no other rank
+        compare_every: Every parameter is compared between ranks once in this many windows; None: once in the default
+            number of windows, and only while replicas are certainly meant to be equal; 0: never.
+        starts_equal: Whether the replicas were made equal when the model was wrapped.
+        replicas: The ranks that have the same parameters as this rank, or the same parts of them; None: no other rank
             has.
-        is_divided: FSDP2 or tensor parallelism has divided the model over ranks, and adds gradients.
+        is_divided: Whether FSDP2 or tensor parallelism has divided the model over ranks, and adds gradients.
 
     Attributes:
         options: Compares options of optimizers and arguments of steps between ranks.
@@ -1013,5 +1015,5 @@ class Monitors:
         self.observers: tuple[Observer, ...] = tuple(each for each in found if each is not None)
 
     def are_replicas_alike(self) -> bool:
-        """Return whether replicas are meant to be equal, as far as this rank knows."""
+        """Whether replicas are meant to be equal, as far as this rank knows."""
         return self.drift is not None and self.drift.is_on

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_SMALL_BYTES = 64 << 10  # copied together to be read at once
-# Prime, so that rows of a matrix begin in different columns, and swapping two rows changes the digest.
+_SMALL_BYTES = 64 << 10  # smaller tensors are copied together and read at once
+# A prime, so that rows of a matrix begin in different columns, and swapping two rows changes the digest.
 _NUM_COLUMNS = 1021
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -35,7 +35,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
-    """A rank's summand: over all ranks the sum is 0 if all have the same value, and almost never otherwise. Pure.
+    """A rank's summand: the sum over all ranks is 0 if all have the same value, and almost never otherwise. Pure.
 
     Every rank except the first contributes the upper 40 bits of its value, and the first rank contributes minus its
     own, times the number of other ranks. If there are only two different values, as with two ranks, the sum isn't 0.
@@ -46,10 +46,10 @@ def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
     Args:
         value: 64 bits, signed: a digest or a checksum.
         rank: This rank's number among the compared ranks.
-        num_ranks: How many ranks are compared.
+        num_ranks: The number of compared ranks.
 
     Returns:
-        A number; or a 0-dim float64 tensor if the value is on a GPU, which isn't waited for.
+        A number; or, if the value is on a GPU, a 0-dim float64 tensor, so that nothing waits for the GPU.
     """
     if isinstance(value, Tensor) and value.device.type == "cpu":
         value = int(value)
@@ -58,7 +58,7 @@ def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
 
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All elements in fewer, flat tensors: small neighbours are joined. Complex numbers become pairs."""
+    """All elements in fewer, flat tensors: small neighbouring tensors are joined. Complex numbers become pairs."""
     # Skip tensors whose memory was freed: their owner will fill it again.
     filled = [each for each in tensors if each.numel() and each.untyped_storage().nbytes()]
     real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in filled]
@@ -67,7 +67,7 @@ def together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _kind(flat: Tensor) -> object:
-    """The key by which neighbours are joined. Large tensors have a key of their own."""
+    """The key by which neighbouring tensors are joined. Each large tensor has its own key."""
     return (flat.dtype, flat.device) if flat.nbytes <= _SMALL_BYTES else id(flat)
 
 
@@ -80,14 +80,14 @@ def _weigh(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """[_NUM_COLUMNS], int64, odd. Not from torch's generators, whose numbers may change between versions."""
+    """Odd weights of columns: [_NUM_COLUMNS], int64. Not from torch's generators, which may change between versions."""
     draw = random.Random(1)
     numbers = [draw.getrandbits(62) * 2 + 1 for _ in range(_NUM_COLUMNS)]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def canonical(values: Tensor) -> Tensor:
-    """A copy in which all NaNs have the same bits, and all zeros. Complex numbers become [..., 2]."""
+    """A copy in which all NaNs have the same bits, and all zeros, too. Complex numbers become [..., 2]."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return torch.where(values.isnan(), torch.full_like(values, torch.nan), values + 0.0)

@@ -1,7 +1,7 @@
 """The end of a run: replicas are compared once more.
 
 During training each parameter is compared only once in 64 windows, so a short run, and the end of a long one, would not
-be compared. At the end ranks compare the parameters as the last step after an average has left them: a parameter that
+be compared. At the end ranks compare the parameters as they were after the last step on an average: a parameter that
 has changed since (`load_state_dict(best)` on rank 0, averaged or quantised weights) is skipped.
 """
 
@@ -19,13 +19,13 @@ from evenstep.replica.monitors.checks import DriftWatch
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
-_DEADLINE_S = 5.0  # how long a rank that has finished first waits for the others
+_DEADLINE_S = 5.0  # how long a rank that has finished waits for the others
 
 _watches: weakref.WeakKeyDictionary[World, list[weakref.ref[DriftWatch]]] = weakref.WeakKeyDictionary()
 
 
 def compare_at_end(watch: DriftWatch, world: World) -> None:
-    """Compare a model's replicas when its world's block has ended without an exception. Collective then."""
+    """Compare a model's replicas after its world's block has ended without an exception. Collective in that case."""
     if world not in _watches:
         world.before_close.append(partial(_compare, weakref.ref(world)))
     _watches.setdefault(world, []).append(weakref.ref(watch))
@@ -44,7 +44,7 @@ def _compare(reference: weakref.ref[World]) -> None:
         found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
         told = [watches[number].explain_end(differing, _DEADLINE_S) for number, differing in found.items()]
     except Exception as error:  # this rank's training is complete, so a failed comparison is only a warning
-        if isinstance(error, PeerLostError):  # no crash: a rank that has waited for long enough leaves
+        if isinstance(error, PeerLostError):  # no crash: a rank that has waited long enough leaves
             why = f"another rank has left already: it waits {_DEADLINE_S:.0f} s for the others."
         elif isinstance(error, CollectiveTimeoutError):
             why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other: {error}"
@@ -58,11 +58,11 @@ def _compare(reference: weakref.ref[World]) -> None:
 
 
 def differing_at_end(number: str, everybody: Sequence[dict[str, Sequence[int | None] | None]]) -> list[int]:
-    """Which parameters of a model differ between ranks. Pure.
+    """Numbers of a model's parameters that differ between ranks. Pure.
 
     Args:
         number: Number of the model.
-        everybody: By rank and model, the digest of each parameter; None: it isn't compared. A model that some rank has
+        everybody: The digest of each parameter, by rank and model; None: it isn't compared. A model that a rank has
             deleted isn't compared either.
     """
     digests = [each.get(number) for each in everybody]

@@ -27,7 +27,7 @@ _KEY = "evenstep/first-batch"
 
 
 def compare_first_batches(world: World, inputs: Any) -> None:
-    """Have the first batches of ranks 0 and 1 compared, unless a loader of evenstep's has drawn them.
+    """Compare the first batches of ranks 0 and 1, unless evenstep's loader has drawn them.
 
     Args:
         world: A world whose ranks should have different samples.
@@ -48,7 +48,7 @@ def compare_first_batches(world: World, inputs: Any) -> None:
 
 
 class _Judge:
-    """Compares the digests on rank 0, after the first optimizer step."""
+    """Compares the digests, on rank 0 after the first optimizer step."""
 
     def __init__(self, world: World, text: str) -> None:
         self._world, self._text = world, text

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.replica.gradients.observer import Observer
 
-# Looked up in `sys.modules`: if the module isn't imported no optimizer is attached, and importing it takes a second.
+# Look it up in `sys.modules`: if the module isn't imported, no optimizer is attached, and an import takes a second.
 _TORCH_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 _OPTIMIZERS = "_in_backward_optimizers"  # torch's attribute of a parameter
 

@@ -3,20 +3,20 @@
 [Note: gradients that weren't averaged]
 
 `model.module.compute_loss(x).backward()` and a pass under `no_sync` leave this rank's own gradients in `p.grad`. A step
-on such gradients is right in local SGD, and if the script averages by hand; else replicas drift apart. So a warning is
-due if an optimizer steps a parameter whose gradient such a pass has left, if the gradient is still the same tensor and
+on such gradients is right in local SGD, and if the script averages by hand; else replicas drift apart. So there is a
+warning if an optimizer steps a parameter with a gradient from such a pass, if the gradient is still the same tensor and
 not zero (`zero_grad` drops it, or makes it zero), and if no process group has made a call since. A script that logs
 with a collective between pass and step gets no warning: a wrong warning would be worse.
 
 [Note: slipped steps]
 
-A rank that skips a backward pass (`if loss != 0:`) has its next average with the others' earlier one. When each rank
-has skipped one pass all have made equally many exchanges: nothing hangs, replicas stay equal, and gradients of
-different steps are averaged. So ranks compare, from one window to the next, the numbers of optimizer steps, of training
-batches drawn, and of training forward passes that no backward pass has reached (`Engine.end_forward`). A difference
-from before the first window, such as a forward pass on one rank before the loop, is no slip. Neither are unequal
-micro-batches, or a cell that is called once for each part of a sequence. A rank with an empty share makes fewer of
-these calls in a step, so a window with such a rank isn't judged.
+If a rank skips a backward pass (`if loss != 0:`), its next exchange is matched with the other ranks' exchange of the
+step before. When each rank has skipped one pass, all have made equally many exchanges: nothing hangs and replicas stay
+equal, but gradients of different steps are averaged. So ranks compare, from one window to the next, the numbers of
+optimizer steps, of training batches drawn, and of training forward passes that no backward pass has reached
+(`Engine.end_forward`). A difference from before the first window, such as a forward pass on one rank before the loop,
+is no slip. Neither are unequal micro-batches, or a cell that is called once for each part of a sequence. A rank with an
+empty share makes fewer of these calls in a step, so a window with such a rank isn't judged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COUNTED = ("optimizer steps", "training batches drawn", "forward passes without
 
 @dataclass(frozen=True)
 class _Left:
-    """A gradient of this rank alone, and the number of calls that process groups had made at that time."""
+    """A gradient of this rank alone, and the number of calls that process groups had made when it was left."""
 
     parameter: nn.Parameter
     gradient: Tensor
@@ -72,7 +72,7 @@ class StepWatch(Observer):
         self._world, self._control, self._others = world, control, others
         self._left: _Left | None = None
         self._has_warned_of_gradients = self._has_warned_of_slips = False
-        # By optimizer, the number of its steps. For an optimizer without a parameter of the model: minus its number of
+        # The number of steps of each optimizer. For an optimizer without a parameter of the model: minus its number of
         # groups.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_apart = False
@@ -109,7 +109,7 @@ class StepWatch(Observer):
         """Called before and after each step of any optimizer."""
         if has_ended:
             count, not_counted = self._steps.get(optimizer), -len(optimizer.param_groups)
-            if count is None or not_counted != count < 0:  # a new optimizer, or a new group of one
+            if count is None or not_counted != count < 0:  # a new optimizer, or an optimizer with a new group
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 count = not_counted if held.isdisjoint(map(id, self._parameters)) else 0
             if count < 0:

@@ -27,8 +27,8 @@ def combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows: [num_ranks, 1 + 2 * num_features], float64: (count, mean, M2) of each rank.
 
     Returns:
-        The number of values per channel (0-dim), their mean, [num_features], and their biased variance,
-        [num_features]; a variance of 1 where there is no row at all. All float64.
+        The number of values per channel (0-dim), their mean, [num_features], and their biased variance, [num_features];
+        without any row, a variance of 1. All float64.
     """
     counts, means, m2 = rows.tensor_split([1, 1 + rows.shape[1] // 2], dim=1)
     count = counts.sum()
@@ -43,9 +43,9 @@ def update_running_statistics(layer: BatchNorm, count: Tensor, mean: Tensor, var
 
     Args:
         layer: The layer; it may keep no running statistics.
-        count: As `combine` returns it.
-        mean: See there.
-        var: See there.
+        count: See the result of `combine`.
+        mean: See the result of `combine`.
+        var: See the result of `combine`.
     """
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return

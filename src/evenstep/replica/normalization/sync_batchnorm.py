@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks: what one process would compute on the whole batch.
+"""Batch normalisation over the rows of all ranks: the result of one process on the whole batch.
 
 [Note: what is exchanged]
 
@@ -13,15 +13,15 @@ rank's own: `DistributedDataParallel` averages them with all other gradients.
 
 [Note: rows that don't count]
 
-The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). Those rows count 0: they are
-normalised with the other ranks' statistics, and contribute nothing to the exchanges, forward or backward.
+The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). These rows have the count 0:
+they are normalised with the other ranks' statistics, and contribute nothing to the exchanges, forward or backward.
 
 [Note: the recorded sequence]
 
 A rank that has left its loop takes part in the others' exchanges with count 0. It replays the exchanges of the last
 *window*: all forward and backward passes since gradients were last averaged. The active ranks announce a window before
 its first exchange. Every exchange carries a code of the layer and the direction. So if a rank replays an exchange that
-the others no longer make, an error names the layers, and one layer's sums are never added to another's.
+the others no longer make, an error names the layers; one layer's sums are never added to another's.
 
     forward   forward   backward   backward   forward   ...
     norm 1    norm 2    norm 2     norm 1     norm 1
@@ -61,9 +61,9 @@ from evenstep.world import World
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalisation over the batches of all ranks, on CPU and CUDA. torch's constructor and attributes.
 
-    In training all ranks run the layer, in the same order; forward and backward are collective. Counts are the
-    weights, so uneven and empty batches give what one process gives on the whole batch: outputs, gradients and running
-    statistics. Statistics of float16 and bfloat16 inputs are float32. In evaluation, and in a world of one, it is
+    In training all ranks run the layer, in the same order; forward and backward are collective. Counts are the weights,
+    so uneven and empty batches give the same outputs, gradients and running statistics as one process on the whole
+    batch. Statistics of float16 and bfloat16 inputs are float32. In evaluation, and in a world of one, the layer is
     torch's own batch normalisation.
 
     Within `DistributedDataParallel` the gradient is that of the summed (weighted) loss of all ranks, as everywhere.
@@ -72,7 +72,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Args:
         num_features: Channels, dimension 1 of the input [n, num_features, ...].
         eps: Added to the variance.
-        momentum: How fast running statistics follow; None: their plain average.
+        momentum: Weight of a batch in the running statistics; None: they are the plain average over batches.
         affine: Learn a weight and a bias.
         track_running_stats: Keep running statistics.
         process_group: The ranks that normalise together, a `torch.distributed` group; None: all of the current world.
@@ -114,7 +114,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalise [n, num_features, ...]. Collective in training.
 
         Raises:
-            ValueError: There is only one value per channel on all ranks together, which has no variance; or the input
+            ValueError: There is only one value per channel on all ranks together, so there is no variance; or the input
                 has no channels or the wrong number of channels.
             MismatchError: Another rank runs another layer. Raised on every rank that takes part in the exchange.
         """
@@ -138,17 +138,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Replace every batch normalisation in a module, torch's `SyncBatchNorm` included, by one of this class.
+        """Replace every batch normalisation in a module, including torch's `SyncBatchNorm`, by a layer of this class.
 
         The new layers have the old ones' parameters, buffers and hooks, so optimizers and references to them stay
         valid.
 
         Args:
-            module: Changed in place; a batch normalisation itself is not.
+            module: The module; changed in place, unless it is itself a batch normalisation.
             process_group: As in the constructor.
 
         Returns:
-            The module, or what replaces it.
+            The module, or the layer that replaces it.
 
         Raises:
             ConfigurationError: A lazy layer doesn't know its number of channels yet, or an argument isn't a module or a
@@ -163,12 +163,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # An overseer belongs to a running world, so it isn't copied or saved.
+        # The overseer belongs to a running world, so it isn't copied or saved.
         return {name: value for name, value in self.__dict__.items() if name != "overseer"}
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise over all ranks. Collective, forward and backward."""
+    """The autograd function that normalises over all ranks. Collective, forward and backward."""
 
     @staticmethod
     def forward(
@@ -219,7 +219,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncLayers:
-    """All SyncBatchNorms of a module, and their exchanges. False if there are none.
+    """All SyncBatchNorms of a module, and their exchanges. False (`bool`) if there are none.
 
     Collective, except for copies: every rank makes one, for the same model.
 
@@ -227,11 +227,11 @@ class SyncLayers:
         module: The model, or a layer outside of any wrapped model, for one forward pass and its backward pass.
         world: The ranks that take part.
         engine: The model's engine, held weakly. None for a layer outside of any wrapped model.
-        is_copy: The model is a copy, which other ranks may not have made, so no collective is possible now. It shares
-            the channels of layers without a model.
+        is_copy: Whether the model is a copy, which other ranks may not have made, so that no collective is possible
+            now. A copy shares the channels of layers without a model.
 
     Attributes:
-        layers: By name.
+        layers: The layers by name.
         recorded: The exchanges of the last window, each as (layer, is_backward). A layer of None is the agreement on
             the number of micro-batches.
     """
@@ -244,7 +244,7 @@ class SyncLayers:
         self._engine = (lambda: None) if engine is None else weakref.ref(engine)
         self._has_channels = engine is not None and not is_copy
         self._channels: dict[tuple[torch.device, dist.ProcessGroup | None], Transport] = {}
-        self._window = -1  # the window that `recorded` belongs to
+        self._window = -1  # the window to which `recorded` belongs
         self._over_dummy = self._running = False
         for layer in self.layers.values() if engine is not None else ():
             layer.overseer = self
@@ -277,11 +277,11 @@ class SyncLayers:
             self._running = False
 
     def buffers(self) -> list[Tensor]:
-        """The running statistics. They are the same on all ranks, also on ranks whose share was empty."""
+        """The running statistics. They are the same on all ranks, even on ranks whose share was empty."""
         return [buffer for layer in self.layers.values() for buffer in layer.buffers(recurse=False)]
 
     def pad(self, parts: Sequence[Any], batch: Any, dim: int = 0) -> list[Any]:
-        """Add empty parts in front, so that every rank has as many parts as the rank with the most.
+        """Add empty parts in front, so that all ranks have the same number of parts.
 
         Collective. Statistics are exchanged in every part, so every rank has to run the module equally often.
 
@@ -300,13 +300,13 @@ class SyncLayers:
         return int(most)
 
     def shadow(self) -> None:
-        """Collective: take part with count 0 in all exchanges of a window. Running statistics follow.
+        """Collective: take part with count 0 in all exchanges of a window. Updates running statistics.
 
-        Without a record it takes part in every layer once, in the order of `named_modules`, and then in reverse order
-        backward.
+        Without a record, it takes part in every layer's exchange once, in the order of `named_modules`, and then
+        backward in the reverse order.
 
         Raises:
-            MismatchError: The other ranks do something else than in the recorded window.
+            MismatchError: The other ranks make other exchanges than in the recorded window.
         """
         forward = [(layer, False) for layer in self.layers.values()]
         for layer, is_backward in self.recorded or forward + [(layer, True) for layer, _ in reversed(forward)]:
@@ -349,7 +349,7 @@ class SyncLayers:
 
         Args:
             layer: The layer; None: the ranks agree on the number of micro-batches.
-            is_backward: The layer's gradients are exchanged, not its statistics.
+            is_backward: Whether the layer's gradients are exchanged, not its statistics.
         """
         engine = self._engine()
         if engine is not None:
@@ -363,7 +363,7 @@ class SyncLayers:
 
         Args:
             layer: One of these layers.
-            own: [1 + 2 * num_features], float64, as `local_statistics` makes it.
+            own: [1 + 2 * num_features], float64: the result of `local_statistics`.
 
         Raises:
             ValueError: There is only one value per channel on all ranks. Raised on every rank, but not on CUDA: there
@@ -381,7 +381,7 @@ class SyncLayers:
         return combined
 
     def exchange_gradients(self, layer: SyncBatchNorm, own: Tensor) -> Tensor:
-        """Collective: the sum over ranks of [2 * num_features], float64: sums of dy and of dy * xhat.
+        """Collective: add the sums of dy and of dy * xhat, [2 * num_features], float64, over ranks.
 
         Raises:
             MismatchError: Another rank is in another exchange.
@@ -394,7 +394,7 @@ class SyncLayers:
         return self._exchange(layer, own, is_backward=True)[0].to(own.device)
 
     def _exchange(self, layer: SyncBatchNorm, own: Tensor, *, is_backward: bool) -> Tensor:
-        """Returns the rows of all ranks, or their sum, [1, n], on the transport's device."""
+        """Collective: returns the rows of all ranks, or their sum, [1, n], on the transport's device."""
         transport = self.channel(own.device, layer.process_group)
         code = float(2 * self._index[layer] + is_backward)
         # All codes are equal if and only if n * (sum of squares) equals the square of the sum. Codes are whole numbers,
@@ -405,7 +405,7 @@ class SyncLayers:
         try:
             (transport.all_reduce(sent) if is_backward else transport.all_gather(received, sent)).wait()
         except EvenstepError as error:
-            # Raise the same failure with the layer's name: a transport knows only numbers and lengths.
+            # Raise the same error with the layer's name: a transport knows only numbers and lengths.
             raise type(error)(f"{self._describe(code)}: {error}") from error
         received = received.view(-1, len(sent))
         if received.device.type == "cpu":
@@ -437,13 +437,13 @@ class SyncLayers:
 def replace_torchs(module: nn.Module) -> nn.Module:
     """Replace every `torch.nn.SyncBatchNorm` on the CPU, where torch's class refuses to run, by this class.
 
-    The new layers have the old ones' parameters, buffers and hooks. Classes derived from torch's are left alone.
+    The new layers have the old ones' parameters, buffers and hooks. Subclasses of torch's class aren't replaced.
 
     Args:
-        module: Changed in place, unless it is such a layer itself.
+        module: The module; changed in place, unless it is itself such a layer.
 
     Returns:
-        The module, or what replaces it.
+        The module, or the layer that replaces it.
     """
     return _with_replaced(
         module,

@@ -1,4 +1,4 @@
-"""A sharded bucket: every rank has the sum of one shard, and steps the parameters in it.
+"""A sharded bucket: every rank has the sum over ranks of one shard, and steps the parameters in this shard.
 
 [Note: what lies where]
 
@@ -11,8 +11,8 @@
 Parameters are views of `values`, so gathering writes directly into them. With shared memory every rank copies the other
 ranks' shards straight from their owners' memory.
 
-Gradients that are added in a narrower dtype than the parameters' are unscaled, clipped and stepped in the parameters'
-dtype: divided by a GradScaler's scale, float16 numbers would lose the digits that the scale protects.
+If gradients are added in a narrower dtype than the parameters', they are unscaled, clipped and stepped in the
+parameters' dtype: divided by a GradScaler's scale, float16 numbers would lose the digits that the scale protects.
 
 [Note: what stands in p.grad]
 
@@ -48,7 +48,7 @@ from evenstep.replica.sharded.slices import plan_slices
 from evenstep.replica.sharded.values import ShardedValues
 from evenstep.transport.core.transport import Transport
 
-# Transports whose `reduce_scatter` may write its result into this rank's part of its input, which no other rank reads.
+# Transports whose `reduce_scatter` may write the result to this rank's part of the input, which no other rank reads.
 _REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
 
 
@@ -58,7 +58,8 @@ class Loan:
 
     Attributes:
         memory: [n], at least as long as the longest bucket.
-        before: The bucket that uses it before this one, in the order in which they are sent; None: this is the first.
+        before: The bucket that uses the memory before this one, in the order of sending; None: this bucket is the
+            first.
     """
 
     memory: Tensor
@@ -66,12 +67,12 @@ class Loan:
 
 
 class ShardedBucket(Bucket):
-    """See [Note: what lies where].
+    """A bucket of which each rank has one shard: see [Note: what lies where].
 
     Args:
-        layout: Which parameter lies where; it has a sharding.
+        layout: The place of each parameter; it has a sharding.
         parameters: All parameters of the model, in registration order. This bucket's parameters move into `values`.
-        names: Their names, for messages.
+        names: The parameters' names, for messages.
         transport: Carries the memory.
         allocator: Allocates the memory.
         engine: The model's engine.
@@ -114,7 +115,7 @@ class ShardedBucket(Bucket):
     # ------------------------------------------------------------------ on the way
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """As `Bucket.pack`. `p.grad` becomes a placeholder, so that the original gradient's memory is freed."""
+        """Like `Bucket.pack`. `p.grad` becomes a placeholder, so that the original gradient's memory is freed."""
         if self._loan is not None and self._loan.before is not None:
             self._loan.before.wait()
         self._zeroed_at = None
@@ -125,18 +126,18 @@ class ShardedBucket(Bucket):
         super().pack(divide_by, totals)
 
     def wait(self) -> None:
-        """Return when `reduced` holds this rank's part of the sum over ranks."""
+        """Wait until `reduced` holds this rank's part of the sum over ranks."""
         was_hooked = isinstance(self.work, HookWork)
         super().wait()
         if was_hooked:
             self.reduced.copy_(self._own_of_flat)
 
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Begin a pass with a gradient that autograd adds to a placeholder: the loss uses the parameter directly.
+        """Begin a pass, because autograd adds a gradient to a placeholder: the loss uses the parameter directly.
 
         Raises:
             UsageError: The pass has already begun, so the gradient comes after its bucket was sent. Or the pass isn't
-                the wrapper's, so this rank's own gradient would be added to the reduced one.
+                the wrapper's own, so this rank's own gradient would be added to the reduced gradient.
         """
         engine = self._engine()
         if engine is None or engine.is_in_pass:
@@ -153,14 +154,14 @@ class ShardedBucket(Bucket):
     # ------------------------------------------------------------------ reduced gradients
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
-        """As `Bucket.take`; the gradients that are passed are whole."""
+        """Like `Bucket.take`; takes whole gradients."""
         self.shard.zero_()
         self._absorb([reduced[slot.parameter] for slot in self.layout.slots])
         drop_grads(self.parameters)
         self.publish(lambda index: reduced[index] is not None)
 
     def _absorb(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy this rank's slices of whole gradients, by slot, into the shard. Sharded gradients are there already."""
+        """Copy this rank's slices of whole gradients, by slot, to the shard. Sharded gradients are there already."""
         for part, grad, shown, home in zip(self.slices, grads, self.shown, self.values.homes, strict=True):
             if grad is not None and grad is not shown:
                 part.of_shard(self.shard).copy_(part.of_whole(grad.detach(), home))
@@ -175,7 +176,7 @@ class ShardedBucket(Bucket):
         if all(map(operator.is_, grads, self.shown)):  # the usual case
             return [True] * len(grads)
         for name, grad, shown in zip(self.names, grads, self.shown, strict=True):
-            # Zeros are fine: zero_grad(set_to_none=False), and no pass since.
+            # Zeros are allowed: zero_grad(set_to_none=False), and no pass since.
             if self.hides and grad is not None and grad is not shown and grad.any():
                 raise UsageError(
                     f"rank {self.transport.rank}: step with a gradient of {name!r} that was not averaged over ranks: "
@@ -190,7 +191,7 @@ class ShardedBucket(Bucket):
         grads = [parameter.grad for parameter in self.parameters]
         if all(grad is None for grad in grads):
             return {}
-        self._absorb(grads)  # such as a gradient left from a window in which the parameter had none
+        self._absorb(grads)  # includes a gradient left from a window in which the parameter had none
         whole = self.gather(self.shard)
         return {
             slot.parameter: view_like(whole, slot.offset_numel, parameter)
@@ -202,7 +203,7 @@ class ShardedBucket(Bucket):
         """Collective: all ranks' shards of a tensor that is laid out like the bucket.
 
         Args:
-            shard: [numel / n], this rank's.
+            shard: [numel / n], this rank's shard.
 
         Returns:
             [numel], a new tensor.
@@ -229,10 +230,10 @@ class ShardedBucket(Bucket):
         parameter.grad = view.zero_() if self._keeps_zeros else torch.zeros_like(parameter)
 
     def zero(self) -> None:
-        """Do what `show_zeros` does for all existing gradients at once."""
+        """Set all existing gradients to zeros, as `show_zeros` does for one."""
         if self._keeps_zeros:
             self.flat.zero_()
-            torch.autograd.graph.increment_version(self.views)  # their versions are separate from the flat tensor's
+            torch.autograd.graph.increment_version(self.views)  # separate from the flat tensor's version
             self._zeroed_at = self._versions()
         if not self._keeps_zeros or self.shard is not self._own_of_flat:
             self.shard.zero_()
@@ -242,7 +243,7 @@ class ShardedBucket(Bucket):
 
     @property
     def is_zero(self) -> bool:
-        """As `Bucket.is_zero`, but also knows of zeros that `zero` has written on a GPU."""
+        """Like `Bucket.is_zero`, but also knows of zeros that `zero` has written on a GPU."""
         is_known = self._zeroed_at == self._versions()
         return is_known or (self.flat.device.type == "cpu" and not self.flat.any())
 
@@ -251,13 +252,13 @@ class ShardedBucket(Bucket):
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """Save the existing gradients and set `p.grad` to None, so that autograd can add to it.
 
-        If all gradients are zeros from `zero` they stay: autograd adds to them.
+        If all gradients are zeros from `zero`, they stay: autograd adds to them.
 
         Args:
-            saved: Keeps the gradients until the window ends.
-            is_running: The backward pass has begun, so gradients of parameters that the loss uses directly may have
-                come. Gradients that aren't placeholders stay, and are averaged. (Reduced gradients among them don't
-                change by averaging.)
+            saved: Holds the gradients until the window ends.
+            is_running: Whether the backward pass has begun, so that parameters that the loss uses directly may have new
+                gradients. Gradients that aren't placeholders stay, and are averaged. (Averaging doesn't change the
+                reduced gradients among them.)
         """
         grads = [parameter.grad for parameter in self.parameters]
         if is_running:
@@ -277,7 +278,7 @@ class ShardedBucket(Bucket):
 
 @dataclass(frozen=True)
 class SavedShard:
-    """This rank's shard of reduced gradients, kept out of a window.
+    """This rank's shard of reduced gradients, kept separate from a window's gradients.
 
     Attributes:
         bucket: The bucket.
@@ -290,7 +291,7 @@ class SavedShard:
     held: Set[int]
 
     def give_back(self, *, add: bool) -> None:
-        """Put placeholders back into `p.grad`. With `add`, add the shard to the gradients that were reduced since."""
+        """Restore the placeholders in `p.grad`. With `add`, add the shard to the gradients that were reduced since."""
         if add:
             self.bucket.shard.add_(self.shard)
         self.bucket.publish(self.held.__contains__)

@@ -24,10 +24,10 @@ _NUM_LENT = 2  # lent buckets that may be in flight at once
 
 
 class Follower(Protocol):
-    """Keeps values for each shard, such as an optimizer's state.
+    """An object with values for each shard, such as an optimizer with its state.
 
     Attributes:
-        owner: As in `Sharding`.
+        owner: Number of the optimizer, as in `Sharding`.
     """
 
     owner: int
@@ -46,25 +46,25 @@ class Follower(Protocol):
 
 
 class ShardedExchange(AllReduceExchange):
-    """An `AllReduceExchange` that reduce-scatters buckets with a sharding, and puts placeholders into their `p.grad`.
+    """An `AllReduceExchange` that reduce-scatters buckets with a sharding, and sets their `p.grad` to placeholders.
 
     Args:
         engine: The model's engine. This exchange replaces the engine's, and keeps its communication hook.
-        shardings: By index of the parameter, its sharding and the number of its parameter group.
+        shardings: The sharding and the number of the parameter group, by index of the parameter.
 
     Attributes:
-        shardings: As given here or to `reshard`.
-        followers: By owner. Their state is moved to each new layout, as long as they live.
+        shardings: The present shardings, as given here or to `reshard`.
+        followers: Followers by owner. Their state is moved to each new layout, as long as they live.
     """
 
     def __init__(self, engine: Engine, shardings: Mapping[int, tuple[Sharding, int]]) -> None:
         self.shardings = shardings
         self._engine = weakref.ref(engine)
         self.followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
-        self._loans: dict[tuple[object, ...] | None, Loan] = {}  # by place, for the next bucket there
-        self._reduced: list[Tensor | None] = [p.grad for p in engine.parameters]  # gradients for new buckets
+        self._loans: dict[tuple[object, ...] | None, Loan] = {}  # by place, for the next bucket at the same place
+        self._reduced: list[Tensor | None] = [p.grad for p in engine.parameters]  # gradients that new buckets take over
         super().__init__(engine.trained)
-        give_back_freed_memory()  # the parameters' old memory: they have moved to their buckets
+        give_back_freed_memory()  # the old memory of parameters, which have moved to their buckets
         if engine.exchange.hook is not None:
             self.set_hook(engine.exchange.hook)
 
@@ -106,7 +106,7 @@ class ShardedExchange(AllReduceExchange):
         return bucket
 
     def _lend(self, layout: BucketLayout, allocator: Transport) -> Loan | None:
-        """Memory for a bucket that has its gradients only during the exchange; None: it keeps them."""
+        """Memory for a bucket that has its gradients only during the exchange; None: the bucket has its own memory."""
         if (place := _place(layout)) is None:
             return None
         if place not in self._loans:
@@ -120,7 +120,7 @@ class ShardedExchange(AllReduceExchange):
         kept = [follower.gather_state() for follower in followers]
         for follower in followers:
             follower.release()
-        # Bucket by bucket: else memory would briefly hold all gradients three times, and all parameters twice.
+        # Work bucket by bucket: else memory would briefly hold all gradients three times, and all parameters twice.
         self._reduced = [parameter.grad for parameter in self._parameters]
         before, self.buckets, self._loans = [*self.buckets], [], {}
         while before:
@@ -147,8 +147,7 @@ class ShardedExchange(AllReduceExchange):
         """See `Exchange.set_uneven`.
 
         Raises:
-            UsageError: Ranks are to leave one by one. A rank that has left couldn't take part in the others' optimizer
-                steps.
+            UsageError: `uneven` isn't None: a rank that has left couldn't take part in the others' optimizer steps.
         """
         if uneven is not None and self.sharded_buckets:
             raise UsageError(
@@ -195,7 +194,7 @@ def shard_gradients(engine: Engine, shardings: Mapping[int, tuple[Sharding, int]
 
     Args:
         engine: The wrapped model's engine.
-        shardings: By index of the parameter, its sharding and the number of its parameter group.
+        shardings: The sharding and the number of the parameter group, by index of the parameter.
 
     Raises:
         UsageError: Gradients have been added since the last reduction.

@@ -1,4 +1,4 @@
-"""The gradient placeholder: is in `p.grad` while the gradient is sharded. It may be dropped, but not read."""
+"""The gradient placeholder: the tensor in `p.grad` while the gradient is sharded. It may be dropped, but not read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class PlaceholderBucket(Protocol):
-    """The bucket of a placeholder's gradient: the part of its interface that the placeholder uses.
+    """The part of a bucket's interface that a placeholder uses.
 
     Attributes:
         names: Names of the parameters, by slot.
-        transport: Connects the ranks that the gradients are divided over.
+        transport: Connects the ranks over which the gradients are divided.
     """
 
     names: list[str]
@@ -35,7 +35,7 @@ class PlaceholderBucket(Protocol):
         """Replace a placeholder by a full tensor of zeros, because the gradient was zeroed."""
 
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Autograd adds a gradient to the sharded one."""
+        """Called when autograd adds a gradient to the sharded gradient."""
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
         """This rank's parts of some gradients, with neighbours joined: views, [n] each."""
@@ -49,7 +49,7 @@ class GradientPlaceholder(Tensor):
 
     Attributes:
         parameter_name: Name of the parameter.
-        slot_number: Number of its slot in the bucket.
+        slot_number: Number of the slot in the bucket.
     """
 
     parameter_name: str
@@ -58,7 +58,7 @@ class GradientPlaceholder(Tensor):
 
     @staticmethod
     def __new__(cls, bucket: PlaceholderBucket, index: int, parameter: Tensor) -> GradientPlaceholder:
-        """Made by the bucket."""
+        """Make a placeholder; called by the bucket."""
         made: GradientPlaceholder = make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
@@ -67,8 +67,8 @@ class GradientPlaceholder(Tensor):
     def __init__(self, bucket: PlaceholderBucket, index: int, parameter: Tensor) -> None:
         self.parameter_name = bucket.names[index]
         self.slot_number = index
-        # A weak reference: the collector doesn't see that a parameter references its gradient, so it could never free
-        # the cycle.
+        # Use a weak reference: the garbage collector doesn't see that a parameter references its gradient, and could
+        # never free the cycle.
         self._bucket = weakref.ref(bucket)
 
     __torch_function__ = disabled_function  # type: ignore[assignment]
@@ -142,8 +142,7 @@ class GradientPlaceholder(Tensor):
         )
 
 
-# Methods that read a tensor's memory without a dispatched operation. On a tensor without memory some of them crash the
-# process.
+# Methods that read a tensor's memory without a dispatched operation. Without memory, some of them crash the process.
 _BY_MEMORY = (
     "__array__",
     "__dlpack__",
@@ -172,7 +171,7 @@ def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """A GradScaler's unscaling of this rank's shards. `found_inf` becomes 1 on all ranks if it is 1 on one."""
+    """Unscale this rank's shards, for a GradScaler. `found_inf` becomes 1 on all ranks if it is 1 on one."""
     hidden = [each for each in gradients if isinstance(each, GradientPlaceholder)]
     parts = local_parts(hidden) + [each for each in gradients if not isinstance(each, GradientPlaceholder)]
     for part in parts:  # one by one: they may have different dtypes

@@ -1,4 +1,4 @@
-"""Which part of which parameter lies in a rank's shard of a bucket. Pure."""
+"""The parts of parameters that lie in a rank's shard of a bucket. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ShardSlice:
 
     Attributes:
         parameter: Index of the parameter in registration order.
-        index: Number of its slot in the bucket.
-        begin: First element, counted in the shard.
-        offset: The same element, counted in the parameter, in the order of its memory.
+        index: Number of the parameter's slot in the bucket.
+        begin: Index of the first element in the shard.
+        offset: Index of the same element in the parameter, in the order of its memory.
         numel: Number of elements; 0 if no part of the parameter is in the shard.
     """
 
@@ -29,15 +29,15 @@ class ShardSlice:
 
     @property
     def end(self) -> int:
-        """The position after the last element, counted in the shard."""
+        """Index after the last element in the shard."""
         return self.begin + self.numel
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """[numel], a view: this slice of a tensor that is laid out like the shard."""
+        """View this slice of a tensor that is laid out like the shard: [numel]."""
         return shard[self.begin : self.end]
 
     def of_whole(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """[numel], this slice of a tensor of the parameter's shape.
+        """This slice of a tensor of the parameter's shape: [numel].
 
         Args:
             whole: The tensor; its memory may have another order.

@@ -15,19 +15,19 @@ from evenstep.transport.core.transport import Transport
 
 
 class ShardedValues:
-    """The values of a bucket's parameters; see [Note: what lies where] in `bucket`.
+    """The values of a bucket's parameters: see [Note: what lies where] in `bucket`.
 
     Args:
-        layout: Which parameter lies where.
-        parameters: By slot. They are moved into `whole`.
-        names: Their names, for messages.
-        transport: Connects the ranks that the parameters are divided over.
+        layout: The place of each parameter.
+        parameters: The parameters by slot. They are moved into `whole`.
+        names: The parameters' names, for messages.
+        transport: Connects the ranks over which the parameters are divided.
         allocator: Allocates the memory.
 
     Attributes:
         whole: [numel]; parameters are views of it.
         own: [numel / n], this rank's shard of `whole`.
-        homes: By slot, the view of `whole` that is the parameter's memory.
+        homes: For each slot, the view of `whole` that is the parameter's memory.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardedValues:
         """Move parameters back into `whole` if `load_state_dict(assign=True)` or `p.data = ...` has moved them.
 
         Returns:
-            Whether there were any.
+            Whether parameters had been moved.
 
         Raises:
             UsageError: A parameter now has another dtype, device or shape.
@@ -76,7 +76,7 @@ class ShardedValues:
         """Collective: begin to gather the values of all shards on every rank.
 
         Returns:
-            A function that waits for the values and increases the parameters' versions; to be called once.
+            A function that waits for the values and increases the parameters' versions; call it once.
         """
         changed = partial(torch.autograd.graph.increment_version, self._parameters)
         if self._transport.world_size == 1:

@@ -37,7 +37,7 @@ def virtual_ranks_of(batch: Any, num_virtual_ranks: int, dim: int = 0) -> list[A
     """
     leaves, structure, length = rows_of(batch, dim)
     cut = []
-    for index in range(min(num_virtual_ranks, length)):  # one sample each at least, the longer virtual ranks first
+    for index in range(min(num_virtual_ranks, length)):  # at least one sample each, the longer virtual ranks first
         start, stop = begin_of(length, index, num_virtual_ranks), begin_of(length, index + 1, num_virtual_ranks)
         part = [leaf.narrow(dim, start, stop - start).clone() if has_rows else leaf for leaf, has_rows in leaves]
         cut.append(pytree.tree_unflatten(part, structure))
@@ -59,16 +59,16 @@ def loop(
 
     Args:
         batch: This rank's share of the global batch.
-        n: Parts of each virtual rank; fewer where there are fewer samples.
+        n: Number of parts of each virtual rank; fewer if there are fewer samples.
         dim: The batch dimension.
         engine: The model's engine.
         world: The world, in reproducible mode.
         buffers: The buffers of the model's module.
-        sync_layers: The layers that exchange statistics in training. With them a rank has one virtual rank, and all
-            ranks have equally many parts.
+        sync_layers: The layers that exchange statistics in training. If there are any, a rank has one virtual rank, and
+            all ranks have equally many parts.
 
     Raises:
-        ConfigurationError: As for `virtual_ranks_of` and `split`.
+        ConfigurationError: As in `virtual_ranks_of` and `split`.
         UsageError: The loop is inside `no_sync` or `accumulate`, or inside another such loop.
     """
     virtual_ranks, sums = world.virtual_ranks, engine.ending
@@ -128,7 +128,7 @@ def loop(
 
 
 class VirtualRankBuffers:
-    """Module buffers in virtual ranks. Each virtual rank begins with the buffers of the step's beginning.
+    """Module buffers in virtual ranks. Each virtual rank begins with the buffers from the beginning of the step.
 
     After the step all ranks get virtual rank 0's buffers.
 
@@ -155,12 +155,12 @@ class VirtualRankBuffers:
         self._of_first = self._copies()
 
     def finish(self) -> None:
-        """After this rank's last virtual rank: on rank 0, restore the buffers from after virtual rank 0."""
+        """Called after this rank's last virtual rank: on rank 0, restore the buffers from after virtual rank 0."""
         if self._of_first is not None:
             self._write(self._of_first)
 
     def forget(self) -> None:
-        """The loop is over."""
+        """Drop the copies after the loop."""
         self._kept, self._of_first = [], None
 
     def _copies(self) -> list[Tensor | None]:
@@ -173,7 +173,7 @@ class VirtualRankBuffers:
         for (owner, name, _), value in zip(self._places, values, strict=True):
             buffer = buffer_at(owner, name)
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
-                owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to
+                owner._buffers[name] = None if value is None else value.clone()  # replaced, not written to
             else:
                 into.append(buffer.data)  # through `.data`: see `module_buffers.broadcast`
                 what.append(value)

@@ -1,10 +1,10 @@
-"""The lower part of the tree over virtual ranks: one rank's virtual ranks, added in the order of a binary counter.
+"""The lower part of the tree over virtual ranks: adds one rank's virtual ranks in the order of a binary counter.
 
 [Note: a binary counter]
 
-A sum of 2 ** j neighbouring virtual ranks is at level j. A new virtual rank is at level 0. While its level holds a sum
-already, the two are added and the result moves one level up. So a rank with 8 virtual ranks holds at most three sums
-besides the gradients of the virtual rank that is being computed:
+A sum of 2 ** j neighbouring virtual ranks is at level j. A new virtual rank is at level 0. While its level already
+holds a sum, the two are added and the result moves one level up. So a rank with 8 virtual ranks holds at most three
+sums besides the gradients of the virtual rank that is being computed:
 
     virtual rank        0      1      2      3      4      5      6      7
     level 0     0             2             4             6
@@ -12,15 +12,15 @@ besides the gradients of the virtual rank that is being computed:
     level 2                          0123
     then                                                         07: into the buckets, while the backward pass runs
 
-The sums are in tensors that autograd has made: nothing is copied, and a virtual rank costs one addition, as in any
-accumulation.
+The sums are stored in tensors that autograd has made: nothing is copied, and a virtual rank costs one addition, as in
+any accumulation.
 
 *A missing gradient counts as zero.* A virtual rank without samples, or without a gradient of some parameter, adds 0.0,
 on every rank. This matters for one bit only: -0.0 + 0.0 is 0.0.
 
 The last virtual rank's gradients arrive bucket by bucket, and the sums of the virtual ranks before it are added to each
-bucket as it is packed. Virtual ranks after the last one with samples are empty, so its right neighbours are zeros at
-every level.
+bucket as it is packed. Virtual ranks after the last one with samples are empty, so the right neighbours of that virtual
+rank are zeros at every level.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class VirtualRankSums(WindowEnd):
         parameters: All trained parameters.
 
     Attributes:
-        is_open: A loop over virtual ranks is running, so the model may be called.
-        at_end: Called when the last virtual rank is complete, before module buffers travel.
+        is_open: Whether a loop over virtual ranks is running, so that the model may be called.
+        at_end: Called when the last virtual rank is complete, before module buffers are sent.
     """
 
     sums_first = True
@@ -66,13 +66,13 @@ class VirtualRankSums(WindowEnd):
         self._weights: dict[int, float | Tensor] = {}
 
     def begin(self) -> None:
-        """A loop over this rank's virtual ranks begins."""
+        """Called when a loop over this rank's virtual ranks begins."""
         self.is_open = True
         self._num_done = 0
         self._sums, self._weights = {}, {}
 
     def end(self) -> None:
-        """The loop is over, perhaps by an exception."""
+        """Called when the loop has ended, perhaps by an exception."""
         self.is_open = False
         self.at_end = None
         self._sums, self._weights = {}, {}
@@ -94,12 +94,12 @@ class VirtualRankSums(WindowEnd):
         """Move the gradients of a complete virtual rank into the sums, because another virtual rank will follow.
 
         Args:
-            window: Has this virtual rank's weight, which is moved too; None: there was no backward pass.
-            buckets: The sums must not stay in their memory.
+            window: The window with this virtual rank's weight, which is also moved; None: there was no backward pass.
+            buckets: Buckets in whose memory the sums must not stay.
         """
         sums = self._take({id(view) for bucket in buckets for view in bucket.views})
         weight = _taken_weight(window)
-        if isinstance(weight, Tensor):  # unread, on a GPU: a virtual rank of weight 0 may have any gradient
+        if isinstance(weight, Tensor):  # not read, on a GPU: a virtual rank of weight 0 may have any gradient
             zero_where(weight == 0, [grad for grad in sums if grad is not None])
         level = 0
         while self._num_done >> level & 1:
@@ -117,7 +117,7 @@ class VirtualRankSums(WindowEnd):
         return [grad.clone() if grad is not None and id(grad) in views else grad for grad in grads]
 
     def weight_of(self, window: Window) -> float | Tensor:
-        """See `WindowEnd`: the sum of the weights of all virtual ranks, the last included."""
+        """See `WindowEnd`: the sum of the weights of all virtual ranks, including the last."""
         weight = _wide(window.weight)
         for level in range(self._num_levels):
             weight = self._weights.get(level, 0.0) + weight
@@ -147,7 +147,7 @@ class VirtualRankSums(WindowEnd):
 
     @torch.no_grad()
     def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
-        """See `WindowEnd`: the window's weight becomes this rank's sum; without buckets `p.grad` does, too."""
+        """See `WindowEnd`: the window's weight becomes the sum over virtual ranks; without buckets `p.grad`, too."""
         window.weight = self.weight_of(window)
         self._weights = {}
         if not buckets:
@@ -172,13 +172,13 @@ def _taken_weight(window: Window | None) -> float | Tensor:
 
 
 def _wide(weight: float | Tensor) -> float | Tensor:
-    """Weights are sent in float64, so they are added in float64 here, too."""
+    """A weight in float64, in which weights are sent, so that they are added in the same dtype."""
     return weight.double() if isinstance(weight, Tensor) else weight
 
 
 @torch.no_grad()
 def _added(left: Sums | None, right: Sums) -> Sums:
-    """The sums of two neighbours, in the memory of one of them."""
+    """Add the sums of two neighbours, in the memory of one of them."""
     left = [None] * len(right) if left is None else left
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     alone = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) is not (b is None)]

@@ -23,7 +23,7 @@ from evenstep.world import World
 
 @dataclass(frozen=True)
 class Divided:
-    """How gradients are exchanged for a model that FSDP2 or tensor parallelism has divided over ranks.
+    """The exchange of gradients for a model that FSDP2 or tensor parallelism has divided over ranks.
 
     Attributes:
         data: The transport of the data ranks.
@@ -52,8 +52,8 @@ def build_engine(
         world: The ranks that take part.
         settings: Sizes of buckets, and names of ignored and of sparse parameters.
         transport: Carries the messages of the module's passes: see `channels`.
-        divided: None: every rank has all of the model.
-        recorder: Records the times of its steps.
+        divided: The exchange of a divided model; None: every rank has the whole model.
+        recorder: Records the times of the model's steps.
     """
     named = settings.trained(module)
     dense = [each for each in named if each[0] not in settings.sparse]

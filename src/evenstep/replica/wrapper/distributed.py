@@ -79,14 +79,14 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0", "StackBackward0", "CatBackwar
 
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 # Number of parameters and modules registered anywhere in this process, counted by torch's registration hooks. Searching
-# a model for new parameters costs microseconds per layer and forward pass, so it is searched only when this number has
-# changed.
+# a model for new parameters costs microseconds per layer and forward pass, so a search is made only when this number
+# has changed.
 _num_registered = 0
 _registration_hooks: list[Any] = []
 
 
 def wrapped_models() -> list[DistributedDataParallel]:
-    """Return the wrapped models of this process that are alive."""
+    """The wrapped models that exist in this process."""
     return list(_wrapped)
 
 
@@ -115,7 +115,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     Args:
         module: The model. Moved to `world.device` if `evenstep.init` made the world and `device_ids` isn't given.
         device_ids: None, or the one GPU where the module already is; inputs are moved there.
-        output_device: As `device_ids`.
+        output_device: The same device as `device_ids`, or None.
         dim: The batch dimension of inputs and outputs.
         broadcast_buffers: Keep module buffers equal to rank 0's; None: True.
         init_sync: Compare the models of all ranks and make them equal at the start.
@@ -135,29 +135,29 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         batched_grad_copy: Accepted and ignored: copies are always batched.
         forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
             case.
-        lazy_bucket_allocation: torch 2.15's; accepted and ignored: buckets hold the gradients themselves.
+        lazy_bucket_allocation: An argument of torch 2.15; accepted and ignored: buckets hold the gradients themselves.
         first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
-        reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
-            have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
-        on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
-            by the `scaler` of `backward`. "warn": one warning names the rank and the parameter; on CPUs only (on GPUs
+        reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 for 16-bit
+            parameters; None: the parameters' dtype. `p.grad` keeps the parameters' dtype.
+        on_nonfinite: What happens if a gradient is infinite or not a number on any rank, unless its loss was scaled by
+            the `scaler` of `backward`. "warn": one warning names the rank and the parameter; on CPUs only (on GPUs
             nothing is checked), and not while a GradScaler is in use; "skip": every `p.grad` becomes None on all ranks,
             a warning names the rank and the parameter, and `skipped_steps` counts the step; "raise": a NonFiniteError
             on every rank; None: as torch.
         compare_every: Every trained parameter is compared between ranks once in this many synchronised backward passes,
             a few parameters in each pass. A parameter that differs raises a DriftError on every rank. None: 64, and
-            only while replicas are certain to be meant equal (see docs/explanation/drift.md); a number: always compare;
-            0: never.
+            only while replicas are certainly meant to be equal (see docs/explanation/drift.md); a number: always
+            compare; 0: never.
         buffers: How module buffers are synchronised at the end of a synchronised backward pass: a rule for each pattern
-            of names, of which the first that matches counts. "mean" and "sum" combine the amounts that ranks have added
-            since the last such pass, for codebooks and counters; "rank 0" copies rank 0's; "own" lets each rank keep
-            its own. Buffers that match no pattern follow `broadcast_buffers`.
+            of names. The first matching pattern decides. "mean" and "sum" combine the amounts that ranks have added
+            since the last such pass, for codebooks and counters; "rank 0" copies rank 0's buffer; with "own" each rank
+            keeps its own. Buffers that match no pattern follow `broadcast_buffers`.
         world: The ranks that take part; None: the current world.
 
     Raises:
         MismatchError: The ranks' models or arguments differ; raised on every rank with the first difference.
         ConfigurationError: An argument is wrong, or nothing in the module is trained. Raised on every rank.
-        UsageError: A model that is still alive was wrapped by another thread that is still running.
+        UsageError: Another thread, which still runs, has wrapped a model that still exists.
     """
 
     module: nn.Module
@@ -166,11 +166,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     engine: Engine
     monitors: Monitors
     sync_layers: SyncLayers
-    is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
-    _was_uneven = False  # ranks have made different numbers of steps in a `join`
+    is_divided = False  # whether FSDP2 or tensor parallelism has divided it over ranks: see `parallel.model`
+    _was_uneven = False  # whether ranks have made different numbers of steps in a `join`
     _has_warned_of_join = False
     _has_warned_of_parts = False
-    _is_within_dummy = False  # the module around this wrapped part runs on a dummy batch
+    _is_within_dummy = False  # whether the module around this wrapped part runs on a dummy batch
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         everybody = worlds.chosen(world, "DistributedDataParallel")
         validate_thread(everybody, self)
         world = everybody.data_parallel if group is None else everybody.of_group(group)
-        # Kept as attributes because torch's class has them; nothing here reads them.
+        # Stored as attributes because torch's class has them; evenstep doesn't read them.
         remembered = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -254,7 +254,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
         self.__dict__.update(remembered)
         self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
-        if device_mesh is not None:  # otherwise torch's class has no such attribute either
+        if device_mesh is not None:  # without a mesh, torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
         kept = settings.kept(module) if settings.init_sync else []
@@ -284,7 +284,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return [self, *self._wrapped_inside]
 
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
-        """Set up everything but the module. Also for a copy, which a rank makes without the other ranks."""
+        """Set up everything except the module. Also for a copy, which a rank makes without the other ranks."""
         Joinable.__init__(self)
         self.world, self.settings, self.dim, self._is_copy = world, settings, settings.dim, is_copy
         inner = self._wrapped_already()
@@ -299,13 +299,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
         self._virtual_rank_buffers = VirtualRankBuffers(self.module, settings.ignored)
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
-        self._hook_name = ""  # of the communication hook, if there is one
+        self._hook_name = ""  # name of the communication hook, if there is one
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
         # Attributes of torch's class that other programs read.
         self.parameters_to_ignore = set(settings.ignored)
-        # torch.compile splits graphs at buckets of this size, and insists on a minimum.
+        # torch.compile splits graphs at buckets of this size, and requires a minimum.
         self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
-        self.broadcast_bucket_size = 250 << 20  # bytes; nothing is cut to it here
+        self.broadcast_bucket_size = 250 << 20  # bytes; evenstep doesn't use it
         self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
         self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
@@ -325,7 +325,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return build_engine(self.module, world, settings, transport, recorder=self._recorder())
 
     def _recorder(self) -> Recorder:
-        """Records the times of this model's steps, also where its engine is another one."""
+        """Records the times of this model's steps, even if another engine is in use."""
         engine = self.__dict__.get("engine")
         return self.world.telemetry.open() if engine is None else engine.recorder
 
@@ -342,7 +342,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter was
                 replaced.
         """
-        # Check first whether anything was imported or compiled: torch.compile must not trace the code below.
+        # Check first whether modules were imported or anything compiled: torch.compile must not trace the code below.
         if len(modules) != self._num_modules or len(self._backends) != self._num_backends:
             return self._forward_with_care(inputs, kwargs)
         first = inputs[0] if inputs else None
@@ -356,8 +356,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             and self.world.has_diverged
         ):
             return self._forward_with_care(inputs, kwargs)
-        # The usual case. Every attribute that is read here costs a small model more than an instruction count suggests,
-        # because torch's kernels have evicted it from the processor's caches. See `_enable_fast_path`.
+        # The usual case. Reading an attribute costs a small model more than an instruction count suggests, because
+        # torch's kernels have evicted it from the processor's caches. See `_enable_fast_path`.
         engine = self.engine
         engine.begin_forward()
         began_ns = engine.recorder.begin_forward()
@@ -368,7 +368,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _forward_with_care(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (inner := self._wrapped_already()) is not None:
             outputs = inner(*inputs, **kwargs)
-            if inner.engine is not self.engine:  # it has been laid out again
+            if inner.engine is not self.engine:  # the inner model has been laid out again
                 self._set_up(self.world, self.settings, inner.engine.transport, is_copy=self._is_copy)
             return outputs
         is_compiled = _compilation_is_in_use()
@@ -407,13 +407,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             outputs = self.module(*inputs, **kwargs)
         if is_first:
             self._dummy.remember_outputs(outputs)
-        if with_grad:  # passes of an evaluation are no part of a step
+        if with_grad:  # an evaluation's passes are no part of a step
             engine.end_forward(outputs, began_ns, over_dummy=over_dummy, is_training=self.training)
         self._enable_fast_path()
         return outputs
 
     def _enable_fast_path(self) -> None:
-        """Let forward passes take the fast path from now on, if nothing needs the full one; see `_num_modules`."""
+        """Make forward passes take the fast path from now on, if nothing needs the full path; see `_num_modules`."""
         asks_for_care = (
             self._frozen
             or self.sync_layers.layers
@@ -455,12 +455,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         counted = _num_registered
         if counted == self._num_registrations and not any(p.requires_grad for p in self._frozen):
             return
-        inside = wrapped_inside(self.module, self.world)  # what is new there follows its own wrapper
+        inside = wrapped_inside(self.module, self.world)  # new parameters there are followed by their own wrapper
         settings = dataclasses.replace(self.settings, ignored=self.settings.ignored | inside)
         trained = settings.trained(self.module)
         known, own = set(self._names), set(map(id, self._module_parameters))
         replaced = [name for name, p in trained if name in known and id(p) not in own]
-        if replaced:  # whose gradients would come where nobody looks
+        if replaced:  # nothing would send the new parameters' gradients
             raise UsageError(
                 f"parameter {replaced[0]!r} was replaced after the model was wrapped (load_state_dict(assign=True), or "
                 f"a new nn.Parameter in its place); its gradient would not be averaged. Copy values into the existing "
@@ -470,7 +470,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if new:
             self._lay_out_again(new, settings)
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
-        self._num_registrations = counted  # only now: a program that catches these errors gets them again
+        self._num_registrations = counted  # only now, so that a program that catches these errors gets them again
 
     def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         """Lay buckets out again, with parameters that are trained from now on. Collective, between two windows.
@@ -490,7 +490,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or self.monitors.options.has_divided(),
         }
         obstacle = next((name for name, is_there in obstacles.items() if is_there), None)
-        if obstacle != "within a join":  # a rank alone may still have an optimizer, for example
+        if obstacle != "within a join":  # a single rank may still have an optimizer, for example
             obstacle = next((each for each in exchange(before.control, obstacle) if each is not None), None)
         if obstacle is not None:
             raise UsageError(
@@ -536,16 +536,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Add `weight` times the gradient of `loss` to the window; the end of the window divides by all weights.
 
         Collective unless inside `accumulate`, `no_sync` or all but the last of `microbatches`. Until the window ends
-        `p.grad` holds this rank's undivided sum. After an error the gradients of this step are lost; the model is as
-        before it.
+        `p.grad` holds this rank's undivided sum. After an error the gradients of this step are lost, and the model is
+        unchanged.
 
-        Wrapped parts of the module take part. A loss that goes through other wrapped models is given to
-        `evenstep.backward`, with all of them.
+        Wrapped parts of the module take part. If the loss goes through other wrapped models, too, call
+        `evenstep.backward` with all of them.
 
         Args:
             loss: One number, the *mean* over `weight` samples (or tokens).
-            weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. If it
-                is 0 the loss is ignored, even a NaN. None: 1, or 0 for an empty share.
+            weight: The number of samples or tokens over which the loss was averaged: a number, or a 0-dim tensor, which
+                is not read on the host. If it is 0, the loss is ignored, even a NaN. None: 1, or 0 for an empty share.
             scaler: A `torch.amp.GradScaler`. It scales the loss, unless the loss already is a result of `scaler.scale`,
                 or a sum of such results.
             retain_graph: As in `Tensor.backward`.
@@ -555,7 +555,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: The loss isn't a single number, or has no gradient; the weight isn't a finite number of
                 at least 0; the scaler isn't a GradScaler.
             UsageError: `loss.backward()` was called in this window; an empty share has a weight; some terms of the loss
-                were scaled by the scaler, and others not; the loss goes through another wrapped model.
+                were scaled by the scaler, and others weren't; or the loss goes through another wrapped model.
         """
         _backward(self._with_parts, loss, weight, scaler=scaler, retain_graph=retain_graph, create_graph=create_graph)
 
@@ -580,7 +580,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.accumulate()
 
     def microbatches(self, batch: Batch, n: int = 1) -> Iterator[Batch]:
-        """Iterate over a batch in parts; communication is held back on all but the last.
+        """Iterate over a batch in parts; gradients are exchanged only in the last part.
 
         Example::
 
@@ -605,7 +605,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: `n` isn't a positive number, or the batch can't be divided.
             UsageError: The last part was not followed by a backward pass.
         """
-        show_inputs(batch)  # now: the parts may be copies
+        show_inputs(batch)  # before the split: the parts may be copies
         exchanging = self.sync_layers if self.sync_layers and self.training else None
         if self.world.virtual_ranks is not None:
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
@@ -619,8 +619,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         completed = False
         try:
             for index, part in enumerate(parts):
-                # Windows of wrapped parts end after the loop, in one order on all ranks: a rank without micro-batches
-                # doesn't know in which order the others' losses reach them.
+                # Windows of wrapped parts end after the loop, in the same order on all ranks: a rank without
+                # micro-batches doesn't know in which order the others' losses reach the parts.
                 _set_synchronise(models, [before[0] and index == len(parts) - 1, *[False] * (len(models) - 1)])
                 yield part
             completed = True
@@ -638,22 +638,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if not parts:
             for model in models:
                 if model._wrapped_already() is None:
-                    model._follow_changes()  # with the other ranks, which do so in their forward passes
+                    model._follow_changes()  # together with the other ranks, which do it in their forward passes
         for model, ends in zip(models, before, strict=True):
             if ends and not (parts and model is self):
                 model.engine.reduce_without_backward()
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
-        """Give every rank equally many parts if ranks exchange statistics in each part. Collective then."""
+        """Give every rank equally many parts if ranks exchange statistics in each part. Collective in that case."""
         return self.sync_layers.pad(parts, batch, self.dim) if self.sync_layers and self.training else parts
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped because a gradient was not finite (`on_nonfinite="skip"`)."""
+        """Number of steps that were skipped because a gradient was not finite (`on_nonfinite="skip"`)."""
         return 0 if self.monitors.nonfinite is None else self.monitors.nonfinite.num_skipped
 
     def extra_repr(self) -> str:
-        """The text beside the module when this is printed."""
+        """The text added to the module's when this is printed."""
         return f"rank {self.world.rank}/{self.world.world_size}, {len(self.engine.buckets)} buckets"
 
     # ------------------------------------------------------------------ what torch calls it
@@ -665,12 +665,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        """Set by programs that hold synchronisation back themselves."""
+        """Set by programs that control synchronisation themselves."""
         self.engine.synchronise = bool(value)
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """As `require_backward_grad_sync`: module buffers are synchronised with the gradients."""
+        """The same as `require_backward_grad_sync`: module buffers are synchronised with the gradients."""
         return self.engine.synchronise
 
     @require_forward_param_sync.setter
@@ -687,7 +687,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        """From the next backward pass on."""
+        """Set whether module buffers are made equal, from the next backward pass on."""
         checks.switches("", forward_sync_buffers=value)
         if not value and self.world.virtual_ranks is not None and self.modules_buffers:
             raise UsageError(
@@ -704,10 +704,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """The same by name."""
+        """The module buffers that are not ignored, by name."""
         return dict(self.settings.kept_buffers(self.module))
 
-    broadcast_buffers = forward_sync_buffers  # its name in torch 2.11; torch's own class takes that too
+    broadcast_buffers = forward_sync_buffers  # the name in torch 2.11, which torch's later class accepts, too
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
@@ -722,11 +722,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.engine.unused_parameters()
 
     def _set_static_graph(self) -> None:
-        """Recorded, without effect: the engine doesn't assume that the graph stays the same."""
+        """Only recorded: the engine doesn't assume that the graph stays the same."""
         self.static_graph = True
 
     def _register_buffer_comm_hook(self, state: object, hook: object, *_: object, **__: object) -> None:
-        """Refused: module buffers are sent with the gradients, from rank 0.
+        """Refuse a hook: module buffers are sent with the gradients, from rank 0.
 
         Raises:
             UsageError: Always.
@@ -737,7 +737,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         )
 
     def _check_reducer_finalized(self) -> None:
-        """Raise if a backward pass failed before its gradients were averaged, as the next forward pass would.
+        """Raise, as the next forward pass would, if a backward pass failed before its gradients were averaged.
 
         Raises:
             UsageError: A backward pass failed.
@@ -751,7 +751,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Do nothing: every step is measured.
 
         Raises:
-            ConfigurationError: It is less than 1.
+            ConfigurationError: `sample_rate` is less than 1.
         """
         checks.whole("_set_ddp_runtime_logging_sample_rate: sample_rate", sample_rate, least=1)
 
@@ -769,23 +769,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ------------------------------------------------------------------ communication hooks
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Have a hook average buckets over ranks instead of the transport: compression, for example.
+        """Average buckets over ranks by a hook instead of the transport: for compression, for example.
 
-        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages. With
-        `backward(loss, weight=)` ranks therefore add up their weights first, and each rank multiplies its gradients by
-        the number of ranks over that sum before the hook gets them. So weights are exact, don't make 16-bit gradients
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages. So with
+        `backward(loss, weight=)` ranks first add up their weights, and each rank multiplies its gradients by the number
+        of ranks, divided by that sum, before the hook gets them. So weights are exact, don't make 16-bit gradients
         overflow, and don't scale the state that a hook keeps between steps. In a world of one nothing is sent and the
         hook is not called.
 
         Args:
-            state: Passed to every call; often a process group, or None for the default one.
+            state: Passed to every call; often a process group, or None for the default group.
             hook: Called with the state and a `GradBucket`-like bucket whose gradients are complete.
 
         Raises:
             ConfigurationError: The hook can't be called with these arguments.
-            UsageError: There is one already.
+            UsageError: There is a hook already.
         """
-        # A wrapper around this one, or one inside, may have set it.
+        # A wrapper around or inside this one may have set it.
         if self._hook_name or self.engine.exchange.hook is not None:
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
@@ -812,19 +812,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Context for a loop that ends earlier on some ranks. They then take part in the others' steps with weight
-        zero.
+        """Context for a loop that some ranks leave earlier: these take part in the others' steps with weight zero.
 
             with model.join():
                 for x, y in loader:
                     ...
 
         Collective: every rank enters and leaves. When the last rank has left its loop, all ranks get its parameters and
-            module buffers, but not the state of its optimizers and schedulers: each rank has its own.
+        module buffers, but not the state of its optimizers and schedulers: each rank keeps its own.
 
         Args:
-            divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
-                data. `model.backward(loss, weight=)` is the exact mean in either case.
+            divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over the ranks that still
+                have data. `model.backward(loss, weight=)` is the exact mean in either case.
             enable: False: the context does nothing.
             throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has left its loop.
         """
@@ -842,7 +841,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
+        """The hook for torch's `Join`; takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         steps = self.monitors.steps
         is_due = self._was_uneven and self.world.is_main and not self._has_warned_of_join
@@ -869,17 +868,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
-        """The group in which ranks are counted."""
+        """The group in which `Join` counts ranks."""
         return self.process_group
 
     def _take_part_without_data(self) -> None:
-        """Take part in the end of the others' window without contributing.
+        """Take part in the end of the other ranks' window without contributing.
 
-        An optimizer in the same `Join` steps with it.
+        An optimizer in the same `Join` steps then.
         """
         self._drop_gradients()
-        # Before statistics: an active rank agrees on the scale of weights between its forward and its backward pass,
-        # and would wait there for this rank, which would wait for the gradients of that rank's statistics.
+        # Do this before the statistics: an active rank agrees on the scale of weights between its forward and its
+        # backward pass. It would wait there for this rank, and this rank for the gradients of that rank's statistics.
         self.engine.exchange.scale.start_agreement()
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
@@ -913,7 +912,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ------------------------------------------------------------------ pickling
 
     def __getstate__(self) -> dict[str, Any]:
-        """The module and the settings; the process that loads them looks up its own world."""
+        """The module and the settings; the process that loads these looks up its own world."""
         if self.process_group is not None and self.process_group is not dist.group.WORLD:
             raise UsageError(
                 "only a module that is replicated over all ranks can be pickled or copied; save "
@@ -934,8 +933,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        # One rank may make a copy without the others, so no collective is possible here: the copy shares the world's
-        # own transport.
+        # A rank may make a copy without the others, so no collective is possible here: the copy shares the world's own
+        # transport.
         world = worlds.current()
         self._set_up(world, state["settings"], world.transport, is_copy=True)
 
@@ -943,7 +942,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 def _set_synchronise(models: Sequence[DistributedDataParallel], values: Sequence[bool]) -> None:
     """Set whether the next backward pass ends each model's window.
 
-    Not by engine: a forward pass may have laid a model out again, with another engine.
+    Takes models, not engines: a forward pass may have laid a model out again, with another engine.
     """
     for model, value in zip(models, values, strict=True):
         model.engine.synchronise = value
@@ -962,22 +961,24 @@ def backward(
 
     Every model's window gets `weight` times the gradient of `loss`. For one model this is
     `DistributedDataParallel.backward`. Each model has its own window: `no_sync`, `accumulate` and `microbatches` of one
-    model don't hold back another's gradients. Collective unless all models accumulate. After an error the gradients of
-    this step are lost; the models are as before it.
+    model don't delay another's gradients. Collective unless all models accumulate. After an error the gradients of this
+    step are lost, and the models are unchanged.
 
     Args:
-        models: All wrapped models that the loss goes through, or whose parameters it uses, in the same order on all
-            ranks. Name a model with 16-bit gradients first, which large weights could make overflow. If the models span
-            different ranks, name the one with the most ranks first.
+        models: All wrapped models through which the loss goes, or whose parameters it uses, in the same order on all
+            ranks. Name a model with 16-bit gradients first, because large weights could make these overflow. If the
+            models span different ranks, name the model with the most ranks first.
         loss: One number, the *mean* over `weight` samples (or tokens).
-        weight: What the loss was averaged over; see `DistributedDataParallel.backward`.
-        scaler: As there.
+        weight: The number of samples or tokens over which the loss was averaged; see
+            `DistributedDataParallel.backward`.
+        scaler: See `DistributedDataParallel.backward`.
         retain_graph: As in `Tensor.backward`.
         create_graph: As in `Tensor.backward`.
 
     Raises:
-        ConfigurationError: A model isn't wrapped, or is named twice; else as `DistributedDataParallel.backward`.
-        UsageError: The loss goes through a wrapped model that isn't named; else as `DistributedDataParallel.backward`.
+        ConfigurationError: A model isn't wrapped, or is named twice; also as in `DistributedDataParallel.backward`.
+        UsageError: The loss goes through a wrapped model that isn't named; also as in
+            `DistributedDataParallel.backward`.
     """
     listed = list(models) if isinstance(models, Sequence) else [models]
     rank = next((each.world.rank for each in listed if isinstance(each, DistributedDataParallel)), 0)
@@ -1070,14 +1071,14 @@ def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
 
 
 def _is_by(node: Any, scale: Tensor) -> bool:
-    """Whether a product's other factor is the scaler's scale."""
-    # Not `_saved_other`: reading it would recompute tensors that an activation checkpoint has dropped.
+    """Whether the other factor of a product is the scaler's scale."""
+    # Don't read `_saved_other`: it would recompute tensors that an activation checkpoint has dropped.
     other = getattr(getattr(node, "_raw_saved_other", None), "data", None)
     return isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr()
 
 
 def _watch_registrations() -> int:
-    """Have torch count registrations from now on; return the count so far."""
+    """Make torch count registrations from now on; return the count so far."""
     if not _registration_hooks:
         _registration_hooks.append(register_module_parameter_registration_hook(_count_registration))
         _registration_hooks.append(register_module_module_registration_hook(_count_registration))
@@ -1091,7 +1092,7 @@ def _count_registration(*_: object) -> None:
 
 @untraced
 def _compilation_is_in_use() -> bool:
-    """Return whether anything was or will be compiled: then torch.compile must know which module runs.
+    """Whether anything was or will be compiled: then torch.compile must know which module runs.
 
     Naming the running module sets an attribute of torch's class. That costs 5 microseconds, because it
     invalidates python's attribute caches for the class and its subclasses.

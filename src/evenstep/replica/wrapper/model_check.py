@@ -1,4 +1,4 @@
-"""Checks of a model as it is wrapped: the same on every rank, and fit for reproducible mode."""
+"""Checks of a model that is wrapped: whether it is the same on every rank, and suits reproducible mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Description = tuple[str, str, str, bool]  # name, shape, dtype, requires_grad
 
 
 def describe(tensors: Iterable[tuple[str, Tensor]]) -> list[Description]:
-    """Every parameter or module buffer, in the order given."""
+    """Describe every parameter or module buffer, in the given order."""
     return [(name, str(list(t.shape)), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in tensors]
 
 
@@ -29,8 +29,8 @@ def validate_same_model(
     """Collective: compare the named parameters and module buffers of all ranks, in registration order.
 
     Args:
-        parameters: This rank's.
-        buffers: This rank's.
+        parameters: This rank's parameters, by name.
+        buffers: This rank's module buffers, by name.
         exchange: Gathers a value from all ranks.
 
     Raises:
@@ -83,8 +83,8 @@ def validate_for_virtual_ranks(
     Args:
         module: The model.
         settings: The wrapper's settings.
-        is_of_group: It is wrapped for some of the ranks only.
-        virtual_ranks_per_rank: How many virtual ranks a rank computes one after the other.
+        is_of_group: Whether the model is wrapped for only some of the ranks.
+        virtual_ranks_per_rank: Number of virtual ranks that a rank computes one after the other.
 
     Raises:
         ConfigurationError: The bits would depend on the number of ranks; the message names the cause and the remedy.

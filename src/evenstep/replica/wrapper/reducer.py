@@ -1,6 +1,6 @@
 """A stand-in for `model.reducer`, for programs that call torch's reducer directly.
 
-Accelerate calls them in `trigger_sync_in_backward`, Lightning before each backward pass of manual optimisation.
+Accelerate calls its methods in `trigger_sync_in_backward`, Lightning before each backward pass of manual optimisation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reducer:
         """Do nothing: a forward pass needs no preparation."""
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
-        """Have the next backward pass count as the model's own, even if it reaches none of the model's outputs.
+        """Make the next backward pass count as the model's own, even if it reaches none of the model's outputs.
 
         Args:
             outputs: Unused: parameters that receive no gradient are found while the pass runs.
@@ -40,6 +40,6 @@ class Reducer:
     def _rebuild_buckets(self) -> bool:
         """Do nothing, since buckets are laid out again when the first pass has ended.
 
-        False, as torch's later calls return.
+        Returns False, as later calls of torch's method do.
         """
         return False

@@ -1,4 +1,4 @@
-"""torch's constructor arguments, checked and translated into the engine's terms."""
+"""Checks torch's constructor arguments, and translates them to the engine's settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_MIB = 1 << 40
 
 @dataclass(frozen=True)
 class Settings:
-    """What a wrapped module was wrapped with.
+    """The settings of a wrapped module.
 
     Attributes:
         policy: Sizes and dtype of buckets.
@@ -40,10 +40,10 @@ class Settings:
         init_sync: Compare the models of all ranks and make them equal at the start.
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
-        buffer_rules: For each pattern of names: how such module buffers are synchronised at the end of that pass.
+        buffer_rules: For each pattern of names, how such module buffers are synchronised at the end of such a pass.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
-        compare_every: Every parameter is compared between ranks once in this many windows; None: in the default number,
-            and only while replicas are certain to be meant equal; 0: never.
+        compare_every: Every parameter is compared between ranks once in this many windows; None: once in the default
+            number of windows, and only while replicas are certainly meant to be equal; 0: never.
     """
 
     policy: BucketPolicy
@@ -59,7 +59,7 @@ class Settings:
     buffer_rules: Mapping[str, str] = field(default_factory=dict)
 
     def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are kept in step, in registration order."""
+        """The trained parameters that aren't ignored, in registration order."""
         return [(name, p) for name, p in self.kept(module) if p.requires_grad]
 
     def kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -71,7 +71,7 @@ class Settings:
         return [(name, buffer) for name, buffer in module.named_buffers() if name not in self.ignored]
 
     def equal_buffers(self, module: nn.Module, *, is_on: bool) -> list[tuple[str, Tensor]]:
-        """The module buffers that begin equal on all ranks. Statistics do, too.
+        """The module buffers that are made equal on all ranks at the start, including statistics.
 
         Args:
             module: The module that has the buffers.
@@ -82,11 +82,11 @@ class Settings:
 
 
 def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
-    """Refuse what can't be wrapped.
+    """Refuse a module that can't be wrapped.
 
     Raises:
-        ConfigurationError: It isn't a module, nothing in it is trained, a parameter is uninitialised, or parameters are
-            on several kinds of device.
+        ConfigurationError: `module` isn't a module, nothing in it is trained, a parameter is uninitialised, or
+            parameters are on several kinds of device.
     """
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"expected a torch.nn.Module, got a {type(module).__name__}.")
@@ -122,7 +122,7 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
 def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
     """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks.
 
-    For a part that is wrapped itself, these are the names that its own wrapper ignores.
+    If a part is itself wrapped, these are the names that its own wrapper ignores.
     """
     if getattr(module, "world", None) is world and isinstance(module, nn.parallel.DistributedDataParallel):
         settings: Settings = module.settings  # type: ignore[assignment]
@@ -137,10 +137,10 @@ def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
 def bucket_policy(
     bucket_cap_mb: float | None, first_bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> BucketPolicy:
-    """Sizes of buckets from sizes in MiB. Pure.
+    """The bucket policy for sizes in MiB. Pure.
 
     Raises:
-        ConfigurationError: A size is no number greater than 0.
+        ConfigurationError: A size isn't a number greater than 0.
     """
     if bucket_cap_mb_list is not None:
         is_list = isinstance(bucket_cap_mb_list, Iterable) and not isinstance(bucket_cap_mb_list, str | bytes)
@@ -163,10 +163,10 @@ def bucket_policy(
 def where_inputs_go(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
-    """The one device that `device_ids` and `output_device` name, where the module must be. Pure.
+    """The device that `device_ids` and `output_device` name, and on which the module must be. Pure.
 
     Raises:
-        ConfigurationError: More than one device, or the module is elsewhere.
+        ConfigurationError: There is more than one device, or the module is on another one.
     """
     if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
         raise checks.refuse("device_ids", device_ids, "a list with the module's GPU, or None")
@@ -197,10 +197,10 @@ def _index_of(device: int | str | torch.device) -> int | None:
 def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Whether module buffers are made equal (at the start, after every step), by torch 2.13's rules.
 
-    If both arguments are given torch warns and uses `forward_sync_buffers`, even if the two agree.
+    If both arguments are given, torch warns and uses `forward_sync_buffers`, even if the two agree.
 
     Raises:
-        ConfigurationError: One of them is neither True, False nor None.
+        ConfigurationError: An argument is neither True, False nor None.
     """
     checks.switches(
         "",
@@ -230,10 +230,10 @@ _REFUSED = {
 
 
 def check_refused(refused: Mapping[str, object]) -> None:
-    """Refuse arguments of torch's that have no effect here.
+    """Refuse arguments of torch that have no effect here.
 
     Raises:
-        ConfigurationError: One of them isn't None.
+        ConfigurationError: An argument isn't None.
     """
     for name, value in refused.items():
         if value is not None:
@@ -244,7 +244,7 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
     """Validate the dtype in which gradients are added.
 
     Raises:
-        ConfigurationError: It is no floating-point dtype.
+        ConfigurationError: `reduce_dtype` isn't a floating-point dtype.
     """
     if reduce_dtype is None:
         return
@@ -255,8 +255,8 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
     """The process group that the arguments select; None for all ranks.
 
-    If the mesh is a slice of a larger one, parameters that tensor parallelism has divided (`DTensor`) are
-    replaced by their local parts, as torch's class does.
+    If the mesh is a slice of a larger mesh, parameters that tensor parallelism has divided (`DTensor`) are replaced by
+    their local parts, as in torch's class.
 
     Raises:
         ConfigurationError: Both arguments are given, the group isn't a process group, the mesh has more than one
@@ -301,13 +301,13 @@ def resolve_settings(
     buffer_rules: Mapping[str, str] | None = None,
     **switches: Any,
 ) -> Settings:
-    """Check the arguments that a module is wrapped with, compare them between ranks, and return the settings.
+    """Check the arguments of a wrapper, compare them between ranks, and return the settings.
 
     Collective: every rank of the world calls this.
 
     Args:
         world: The ranks that take part.
-        module: What is wrapped.
+        module: The module to wrap.
         dim: The batch dimension.
         devices: `device_ids` and `output_device`.
         buffers: `broadcast_buffers` and `forward_sync_buffers`.
@@ -317,12 +317,12 @@ def resolve_settings(
         compare_every: How often replicas are compared.
         reduce_dtype: The dtype in which gradients are added over ranks.
         refused: torch's arguments that have to be None.
-        buffer_rules: `buffers`.
+        buffer_rules: The argument `buffers`.
         switches: torch's switches that are accepted and ignored.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
-        MismatchError: The ranks were given different ones. Raised on all of them.
+        MismatchError: The ranks were given different arguments. Raised on all ranks.
     """
     made: list[Settings] = []
 

@@ -8,8 +8,9 @@ memory, those of GPU tensors use NCCL; all other calls fall back to Gloo and are
 torch calls for collectives are in `calls`.
 
 Gloo listens on a port as long as it exists, and anyone who can connect can use up the process's descriptors. So a group
-whose ranks share memory makes Gloo only in the first collective that needs it, which every rank calls. Messages between
-two ranks use shared memory, or are refused: the other ranks don't call anything, so no Gloo can be made for them.
+whose ranks share memory makes Gloo only in the first collective that needs it, because every rank calls that. Messages
+between two ranks use shared memory, or are refused: the other ranks make no call, so no Gloo can be made for such
+messages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 
 NAME = "evenstep"
 
-_POLL_S = 0.1  # between polls of calls that no thread waits for
+_POLL_S = 0.1  # time between polls of calls for which no thread waits
 
 
 def register_backend() -> None:
@@ -76,12 +77,12 @@ class EvenstepGroup(GroupCalls):
     Collective: every rank of the group makes it, and makes the same calls in the same order.
 
     Args:
-        store: For the rendezvous of the group's ranks.
+        store: The store for the rendezvous of the group's ranks.
         rank: This rank.
         size: Number of ranks.
         timeout: Deadline of a call.
         name: The group's name.
-        global_ranks: The ranks' numbers in the default group; empty for that one.
+        global_ranks: The ranks' numbers in the default group; empty for the default group itself.
         shared: Carries CPU tensors; the group then owns it. None: the ranks connect.
         nccl_options: The script's `pg_options`, if they are for NCCL.
 
@@ -146,7 +147,8 @@ class EvenstepGroup(GroupCalls):
         gloo.options.group_name = self._name  # type: ignore[assignment]
         begin_sequence_numbers(gloo)
         self._register("cpu", ProcessGroup.BackendType.GLOO, gloo)
-        # Only now: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
+        # Add the backend only now: from torch 2.14 on, a group's rank and size are those of its default backend, if it
+        # has one.
         for group in (self._inner, self):
             set_default_backend(group, ProcessGroup.BackendType.GLOO)
         super()._set_group_name(self._name)
@@ -174,7 +176,7 @@ class EvenstepGroup(GroupCalls):
         return None
 
     def _connect_gloo(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        """Gloo between some ranks. Collective among these only."""
+        """Make a Gloo between some ranks. Collective among these only."""
         store = PrefixStore(f"among {','.join(map(str, ranks))}/", self._store)
         timeout_s = self._timeout.total_seconds()
         return connect_gloo(store, ranks.index(self.rank()), len(ranks), timeout_s=timeout_s)
@@ -189,7 +191,7 @@ class EvenstepGroup(GroupCalls):
         return registered if cpu in registered or not is_made(self) else [cpu, *registered]
 
     def getBackendName(self) -> str:
-        """The backend's name, which `name()` returns too."""
+        """The backend's name, which `name()` also returns."""
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -206,7 +208,7 @@ class EvenstepGroup(GroupCalls):
         return self.num_calls
 
     def getGroupName(self) -> str:
-        """The group's name, which `group_name` is too. torch's own method takes it from Gloo or NCCL."""
+        """The group's name, the same as `group_name`. torch's own method takes it from Gloo or NCCL."""
         return self._name
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -219,7 +221,7 @@ class EvenstepGroup(GroupCalls):
                 backend._set_default_timeout(timeout)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[..., object]) -> None:
-        """Refused: torch calls such hooks only around C++ backends.
+        """Refuse a hook: torch calls such hooks only around C++ backends.
 
         Raises:
             NotImplementedError: Always.
@@ -232,7 +234,7 @@ class EvenstepGroup(GroupCalls):
     register_post_hook = register_pre_hook
 
     def getGroupDesc(self) -> str:
-        """What the group is for, which `group_desc` is too."""
+        """The group's purpose, the same as `group_desc`."""
         return self._description
 
     def get_group_store(self) -> Store:
@@ -248,14 +250,14 @@ class EvenstepGroup(GroupCalls):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> EvenstepGroup | None:
-        """A group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on others.
+        """Make a group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on other ranks.
 
         Args:
-            new_ranks: Their numbers in this group.
+            new_ranks: The ranks' numbers in this group.
             timeout: Deadline of a call; None: this group's.
-            opts: NCCL's options, where there is NCCL.
+            opts: NCCL's options, if there is NCCL.
             group_name: The new group's name; None: built from this group's name and the ranks.
-            group_desc: What the new group is for.
+            group_desc: The new group's purpose.
             device_types: Must be all of this group's devices.
         """
         if self.rank() not in new_ranks:
@@ -331,7 +333,7 @@ def _make_nccl(
 class CpuBackend:
     """A stand-in for the backend of CPU tensors: `_set_pg_timeout` looks for Gloo or NCCL in a group.
 
-    Gloo itself may not exist yet, and wouldn't set the deadline of shared memory.
+    Gloo itself may not exist yet, and wouldn't change the deadline of shared memory.
     """
 
     __class__ = ProcessGroupGloo  # type: ignore[assignment]

@@ -2,8 +2,9 @@
 
 [Note: two generations of names]
 
-torch 2.13 renamed some methods (`_allgather_base` became `all_gather_single`). It looks for the new name first, torch
-2.11 knows only the old one, and if a subclass has neither, C++ silently calls Gloo. So each method has both names.
+torch 2.13 renamed some methods (`_allgather_base` became `all_gather_single`). It looks for the new name first, and
+torch 2.11 knows only the old name. If a subclass lacks the name, C++ silently calls Gloo. So each method has both
+names.
 
 [Note: one table]
 
@@ -49,11 +50,11 @@ _OPS: dict[Any, Op] = {
     ReduceOp.BXOR: "bxor",
 }
 _NO_TIME = timedelta()
-_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived; 0 s would mean the group's deadline
+_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived already; 0 s would mean the group's deadline
 
 
 def one(tensors: Any) -> list[Tensor]:
-    """The tensors of [...], or of a single tensor."""
+    """The tensors of [...], or a single tensor as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -76,13 +77,13 @@ class TorchMethod:
     Attributes:
         kind: The transport's collective.
         names: The method's names, the newest first.
-        operation: Its name in `torch.ops.c10d`, such as "allreduce_".
+        operation: The collective's name in `torch.ops.c10d`, such as "allreduce_".
         outputs: Reads the outputs from the first argument; None: the call is in place.
         inputs: Reads the inputs from the next argument.
-        has_op: It combines values.
-        has_root: Only one rank's input counts, or only one rank gets the output.
-        has_splits: Two lists follow the tensors: how many rows come from each rank, and how many go to it; empty lists:
-            equal numbers.
+        has_op: Whether it combines values.
+        has_root: Whether only one rank's input is used, or only one rank gets the output.
+        has_splits: Whether two lists follow the tensors: the numbers of rows from each rank, and to each rank; empty
+            lists: equal numbers.
     """
 
     kind: str
@@ -169,14 +170,14 @@ def _seconds(timeout: timedelta | None) -> float | None:
 
 
 def joined_input(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor with the elements of all."""
+    """Join tensors to one flat tensor."""
     return torch.cat([each.detach().reshape(-1) for each in tensors])
 
 
 def joined_outputs(
     what: str, outputs: Sequence[Tensor], arguments: Arguments
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One tensor for all outputs, and the copies (to, from) to make at the end.
+    """Make one tensor for all outputs, and the copies (to, from) to make at the end.
 
     Raises:
         ConfigurationError: An output can't be written to, because its elements share memory.
@@ -207,13 +208,13 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
-        super().__init__(rank, size)  # with the constructor that takes a store, C++ doesn't call methods of a subclass
+        super().__init__(rank, size)  # after the constructor that takes a store, C++ doesn't call methods of a subclass
         self._inner = inner
         self._has_nccl = has_nccl
         # A LocalTransport, SharedMemoryTransport or InternodeTransport; None: Gloo carries everything.
         self._shared: Any = None
         self._coalescing = threading.local()
-        self._is_coalescing = False  # whether any thread ever has
+        self._is_coalescing = False  # whether any thread has ever done so
         self._is_over = False
         self.num_calls = 0
         self._at_gloo: set[Any] = set()  # Gloo's works that may be in flight
@@ -260,7 +261,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             splits = self._splits(outs[0], given[0], args[2], args[3])
         elif method.outputs is several:
             arguments.check_pairs(kind, outs, given)
-        if method.outputs is parts:  # a rank that isn't the root has none
+        if method.outputs is parts:  # a rank that isn't the root has no outputs
             if outs or not method.has_root:
                 arguments.check_parts(kind, "outputs", outs, given[0] if method.inputs is one else None)
                 joined, copies = joined_outputs(kind, outs, arguments)
@@ -278,7 +279,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _splits(
         self, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int]
     ) -> tuple[list[int], list[int]] | None:
-        """How many elements of `out` come from each rank, and how many of `tensor` go to each; None: equal parts."""
+        """The numbers of elements of `out` from each rank, and of `tensor` to each rank; None: equal parts."""
         for each, rows in ((out, out_splits), (tensor, splits)):
             if not rows:
                 self._shared.arguments.check_rows("all_to_all", each)
@@ -292,21 +293,21 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
     @observed("barrier", "barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """Done when every rank has called it."""
+        """A call that is done when every rank has made it."""
         device = getattr(opts, "device", None)
         if self._shared is None or (self._has_nccl and device is not None and device.type == "cuda"):
             return self._leave_to_gloo("barrier", [torch.empty(0, device=device or "cpu")], (opts, timeout), {})
         return self._launched([self._shared.barrier()], [], read_options((opts, timeout))[2])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it.
+        """Return when every rank has called this.
 
-        If ranks share memory every error names all missing ranks, on every rank, for any `wait_all_ranks`.
+        If ranks share memory, every error names all missing ranks, on every rank, for any `wait_all_ranks`.
 
         Raises:
             CollectiveTimeoutError: Ranks did not arrive before the deadline.
             PeerLostError: A rank died.
-            RuntimeError: One of these, over Gloo.
+            RuntimeError: Either of these, if Gloo carries the call.
         """
         if self._shared is None:
             if self._is_over:
@@ -318,7 +319,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             self._launched([self._shared.barrier()], [], timeout).wait()
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
-        """Gloo's."""
+        """Call Gloo's method."""
         method = TorchMethod("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
         return self._fall_back(method, list(tensors_in(inputs)), (outputs, inputs, *args), {}, None)
 
@@ -326,7 +327,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
     @observed("send", "send")
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        """Send to one rank."""
+        """Send a tensor to one rank."""
         self._check_message("send", "dst", tensors, dst, tag)
         if not isinstance(self._shared, Lanes):
             return self._leave_to_gloo("send", tensors, (tensors, dst, tag), {})
@@ -334,7 +335,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
     @observed("recv", "recv_")
     def recv(self, tensors: list[Tensor], src: int | None, tag: int = 0) -> Any:
-        """Receive from one rank; None: from the first rank that sends."""
+        """Receive a tensor from one rank; None: from the first rank that sends."""
         self._check_message("recv", "src", tensors, src, tag)
         if not isinstance(self._shared, Lanes):
             name, args = ("recv_anysource", (tag,)) if src is None else ("recv", (src, tag))
@@ -343,13 +344,13 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         return self._collected(GroupWork([message], tensors, copies))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive from the first rank that sends."""
+        """Receive a tensor from the first rank that sends."""
         return self.recv(tensors, None, tag)
 
     def _check_message(self, what: str, name: str, tensors: Sequence[Tensor], peer: int | None, tag: int) -> None:
         """Refuse an invalid message between two ranks, without informing the other ranks.
 
-        Gloo would end the process if the number isn't a rank. And Gloo can't be made in a call that one rank makes
+        If the number weren't a rank, Gloo would end the process. And Gloo can't be made in a call that one rank makes
         alone.
         """
         rank, size = self.rank(), self.size()
@@ -396,13 +397,13 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             gloos = self._leave_to_gloo(method.gloos, tensors, args, options, compared, timeout)
         except EvenstepError:
             raise
-        except Exception as error:  # of any kind: the other ranks may be making a valid call, and must be informed
+        except Exception as error:  # any exception: the other ranks may be making a valid call, and must be informed
             with outside_transforms():
                 self._shared.refuse(str(error).partition("\n")[0])
             raise
         self._at_gloo.difference_update([each for each in tuple(self._at_gloo) if each.is_completed()])
         self._at_gloo.add(gloos)
-        # Else torch.func.grad would also wrap the tensors that ranks compare.
+        # Without this, torch.func.grad would also wrap the tensors that ranks compare.
         with outside_transforms():
             work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
         return self._launched([work], list(tensors_in(args[:1])), timeout)

@@ -1,4 +1,4 @@
-"""Collectives of the backend in torch's own tools: as events of a profile, and counted by `CommDebugMode`."""
+"""Makes the backend's collectives visible in torch's own tools: as events of a profile, and to `CommDebugMode`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
     """Make a method of a process group visible to torch's profiler and `CommDebugMode`.
 
-    Its event is called "evenstep:<collective>", and lasts from the launch until the call is known to be done. The
-    event's fields have the names that torch's own groups use.
+    The event of a call is named "evenstep:<collective>", and lasts from the launch until the call is known to be done.
+    The event's fields have the names that torch's own groups use.
 
     Args:
-        collective: As in `torch.distributed`, such as "all_reduce".
-        operation: In `torch.ops.c10d`, such as "allreduce_".
+        collective: The collective's name in `torch.distributed`, such as "all_reduce".
+        operation: The collective's name in `torch.ops.c10d`, such as "allreduce_".
     """
 
     def decorate(method: _Method) -> _Method:
@@ -53,7 +53,7 @@ def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
                 raise
             if isinstance(work, GroupWork):
                 work.call_at_end(end)
-            else:  # Gloo's or NCCL's work, which records its own event
+            else:  # a work of Gloo or NCCL, which records its own event
                 end()
             return work
 

@@ -31,7 +31,7 @@ class GlooWork:
     """A call that Gloo carries, while the ranks compare it over shared memory.
 
     Args:
-        compared: Done when all ranks make this call.
+        compared: A work that is done when all ranks have made this call.
         gloos: Gloo's work.
         ended: Called with Gloo's work after `wait`.
     """
@@ -43,7 +43,7 @@ class GlooWork:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `CallbackWork`. Gloo's errors are RuntimeErrors."""
-        self._compared.wait(timeout_s)  # first: if ranks disagree, Gloo would wait until its deadline
+        self._compared.wait(timeout_s)  # wait for this first: if ranks disagree, Gloo would wait until its deadline
         if timeout_s is None:
             self._gloos.wait()
         else:
@@ -144,13 +144,13 @@ class GroupWork(dist.Work):
         if not self._is_done and all(work.is_completed() for work in self._works):
             try:
                 self.wait()
-            except (EvenstepError, RuntimeError) as error:  # the latter is Gloo's
+            except (EvenstepError, RuntimeError) as error:  # Gloo raises RuntimeErrors
                 self._error = error
                 return True
         return self._is_done
 
     def is_success(self) -> bool:
-        """Whether it is completed without an error."""
+        """Whether the call is completed without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -189,7 +189,7 @@ class GroupWork(dist.Work):
         return self._future
 
     def _listen(self, future: Future[Any]) -> None:
-        """Complete the future with the last work, or with the first one that fails."""
+        """Complete the future when the last work is done, or the first work has failed."""
         missing, lock = len(self._works), threading.Lock()
 
         def on_done(error: EvenstepError | None) -> None:
@@ -215,7 +215,7 @@ class GroupWork(dist.Work):
 
     def _conclude(self) -> None:
         if self._copies:
-            # In any thread: tensors made in torch's inference mode may only be written in that mode.
+            # This may run in any thread: tensors made in torch's inference mode may only be written in that mode.
             inference = torch.is_inference_mode_enabled() or any(to.is_inference() for to, _ in self._copies)
             with _copying, torch.inference_mode(inference):
                 for to, source in self._copies:

@@ -1,8 +1,8 @@
 """Objects to bytes and back, without pickle: JSON for the structure, safetensors for the tensors.
 
 8 bytes   length of the JSON part, little-endian
-JSON      the structure; a tensor is {"~tensor": "3"}, a complex one {"~complex": "3"}, a tuple {"~tuple": [...]},
-          a dictionary {"~dict": {...}} where one of its keys begins with "~"
+JSON      the structure; tensors are {"~tensor": "3"} or {"~complex": "3"}, a tuple is {"~tuple": [...]},
+          a dictionary is {"~dict": {...}} if one of its keys begins with "~"
 rest      safetensors, one entry per tensor
 """
 
@@ -50,7 +50,7 @@ def decode(data: bytes) -> Any:
 
 
 def to_tensor(data: bytes) -> Tensor:
-    """[len(data)], uint8."""
+    """The bytes as a tensor: [len(data)], uint8."""
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if data
@@ -60,7 +60,7 @@ def to_tensor(data: bytes) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> bytes:
     """The inverse of `to_tensor`."""
-    # Not `Tensor.numpy`, which needs numpy, and not `bytes(storage)`, which calls Python for every byte.
+    # `Tensor.numpy` would need numpy, and `bytes(storage)` would call Python for every byte.
     tensor = tensor.detach().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
@@ -72,7 +72,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if value.layout is not torch.strided:
             raise ConfigurationError(f"{path} is a {value.layout} tensor; only dense tensors can be sent.")
         key = str(len(tensors))
-        # A clone: safetensors refuses tensors that share memory. The receiver's tensors share none in any case.
+        # Clone, because safetensors refuses tensors that share memory. The receiver's tensors share none in any case.
         copied = value.detach().to("cpu", copy=True).contiguous()
         tensors[key] = torch.view_as_real(copied).contiguous() if value.is_complex() else copied
         return {"~complex" if value.is_complex() else "~tensor": key}

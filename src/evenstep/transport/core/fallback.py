@@ -9,7 +9,7 @@ from collections import Counter
 class FallbackCounts:
     """Counts calls of this process with CPU tensors that Gloo carried instead of shared memory.
 
-    Calls with tensors on a GPU are always NCCL's, and aren't counted.
+    NCCL carries all calls with tensors on a GPU; these aren't counted.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The call header: 128 bytes with which ranks check that they make the same call.
 
-0  u64   the offset of this rank's tensor in its zone, `ELSEWHERE` if it has to be copied; the highest bit is set if
+0  u64   the offset of this rank's tensor in its zone, `ELSEWHERE` if it has to be copied; the highest bit is 1 if
          the first chunk is already staged
 8  101 B the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
          checksum of further dimensions, number and dtype of the numbers beside it, and the divisor of a plain sum
@@ -24,7 +24,7 @@ ELSEWHERE = (1 << 63) - 1
 
 _FINGERPRINT = struct.Struct("<4BiQ9QIBd")
 _PLACE = struct.Struct("<Q")
-NUMBER_OFFSET = 120  # of the call's number in a call header
+NUMBER_OFFSET = 120  # offset of the call's number in a call header
 COMPARED_BYTES = _PLACE.size + _FINGERPRINT.size
 assert COMPARED_BYTES <= NUMBER_OFFSET
 _MAX_DIMS = 8
@@ -33,11 +33,11 @@ _MAX_DIMS = 8
 REFUSED = "refused"
 REASON_BYTES = 1024
 
-# The report of a rank whose node disagrees, sent to the other nodes, with the whole message.
+# The report, with the whole message, that a rank sends to other nodes if the ranks of its node disagree.
 REPORT = "report"
 REPORT_BYTES = 3072
 
-# A call that Gloo carries for the backend "evenstep". It is compared, too, because another rank may make it over shared
+# A call that Gloo carries for the backend "evenstep". Ranks compare it, too, because another rank may use shared
 # memory.
 OVER_GLOO = "over gloo"
 
@@ -101,9 +101,9 @@ class Fingerprint:
         op: How values are combined; None if they aren't.
         dtype: The tensor's dtype.
         shape: The tensor's shape.
-        root: The one rank whose input counts, or that gets the output; -1 if there is none.
-        num_more_dims: How many dimensions an unpacked shape has beyond its eighth.
-        num_beside: How many numbers are added beside it.
+        root: The only rank whose input is used, or that gets the output; -1 if there is none.
+        num_more_dims: Number of dimensions of an unpacked shape beyond the eighth.
+        num_beside: Number of numbers that are added beside the tensor.
         dtype_beside: The dtype of these numbers.
         plain: The divisor of the sum if no rank's row is weighted; None if there are no rows.
     """
@@ -203,7 +203,7 @@ def explain_mismatch(
         number: The call's number, counted from 1.
         name: The transport's name.
         packed: Every rank's fingerprint, in order of rank.
-        texts: By rank, the text that came with its fingerprint (`text_bytes`), if it is known.
+        texts: The text that came with a rank's fingerprint (`text_bytes`), by rank, if it is known.
         known_as: The ranks' numbers in the message.
     """
     for rank, each in enumerate(packed):

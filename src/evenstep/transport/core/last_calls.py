@@ -19,7 +19,7 @@ class RecordedGroup:
 
     Args:
         name: The group's name, equal on all ranks.
-        description: What carries its calls.
+        description: A description of the transport that carries the calls.
 
     Attributes:
         name: The group's name.
@@ -36,7 +36,7 @@ class RecordedGroup:
         self.unfinished: set[int] = set()
 
     def state_of(self, number: int) -> str:
-        """The state of call `number`, from 1; `scheduled`: it waits for calls before it."""
+        """The state of call `number`, from 1; "scheduled": the call waits for calls before it."""
         if number <= self.num_completed and number not in self.unfinished:
             return "completed"
         return "started" if number <= self.num_started else "scheduled"
@@ -77,7 +77,7 @@ def _in_words(group: RecordedGroup, number: int, call: bytes | Fingerprint) -> t
 
 
 def _forget() -> None:
-    _calls.clear()  # the calls were the parent's
+    _calls.clear()  # in a forked child: the calls were the parent's
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,4 +1,4 @@
-"""Checks sums over ranks for NaN and infinity while shared memory computes them. Each rank checks the part it computes.
+"""Checks sums over ranks for NaN and infinity while shared memory computes them. Each rank checks its own part.
 
 The check is cheapest at this point: the sum is still in the cache, each element is checked by the rank that adds it,
 and the inputs still show which rank had the non-finite value.
@@ -21,7 +21,7 @@ _monitors: dict[int, SumMonitor] = {}
 
 
 def monitor_sums(memory: Tensor, monitor: SumMonitor) -> None:
-    """Check the sums of a tensor as long as it exists. Calls `monitor` if one isn't finite, or is very large.
+    """Check the sums of a tensor as long as it exists. Calls `monitor` if a sum isn't finite or is very large.
 
     `monitor` runs inside the collective, in any thread. It must call no collective.
 

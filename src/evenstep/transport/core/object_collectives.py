@@ -12,7 +12,7 @@ from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.core.transport import Transport
 
-_NAME_BYTES = 64  # of a call's name, for the error if ranks make different calls
+_NAME_BYTES = 64  # length of a call's name, for the error if ranks make different calls
 
 
 def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an exchange of values") -> list[Any]:
@@ -26,7 +26,7 @@ def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an 
         what: The call's name. If ranks make calls with different names, they get an error instead of wrong values.
 
     Raises:
-        MismatchError: Some ranks make another call. Raised on all ranks.
+        MismatchError: Ranks make different calls. Raised on all ranks.
         ConfigurationError: `encode` doesn't accept some rank's value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value)
@@ -65,7 +65,7 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
     Args:
         transport: Carries the message, on the CPU.
         value: On rank `src`, a value that `encode` accepts. Ignored on other ranks.
-        src: The rank whose value counts.
+        src: The rank whose value is sent.
 
     Raises:
         ConfigurationError: `encode` doesn't accept the value. Raised on all ranks.
@@ -117,7 +117,7 @@ def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Ten
     mine[: len(tensor)] = tensor
     if mine.numel() == 0:
         return tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    raw = mine.reshape(-1).view(torch.uint8)  # as bytes: every backend carries them, for any dtype
+    raw = mine.reshape(-1).view(torch.uint8)  # as bytes, which every backend carries, for any dtype
     out = torch.empty(transport.world_size * raw.numel(), dtype=torch.uint8, device=raw.device)
     transport.all_gather(out, raw).wait()
     parts = out.view(tensor.dtype).reshape(transport.world_size, *mine.shape)

@@ -1,4 +1,4 @@
-"""Combines the ranks' vectors: which rank computes which part, in which order, with which precision.
+"""Combines the ranks' vectors: plans which rank computes which part, in which order and precision.
 
 The order is a fixed binary tree over ranks, so the result has the same bits on every rank and in every run:
 
@@ -51,13 +51,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded(flat: Tensor, num_parts: int) -> Tensor:
-    """A vector that divides into equal parts: the given one, or else a longer copy."""
+    """A vector that can be divided into equal parts: the given vector, or a longer copy."""
     short = -flat.numel() % num_parts
     return torch.cat([flat, flat.new_zeros(short)]) if short else flat
 
 
 def copy_unpadded(flat: Tensor, whole: Tensor) -> None:
-    """The inverse of `padded`: copy the beginning of the longer vector back, if it was a copy."""
+    """The inverse of `padded`: copy the beginning of the longer vector back, if it is a copy."""
     if whole is not flat:
         flat.copy_(whole[: flat.numel()])
 
@@ -76,7 +76,7 @@ def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, 
 
 @functools.cache
 def plan_tree(num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """The additions in order: (a, b) means that b is added to a. The result is in rank 0's place. Pure."""
+    """The additions in order: (a, b) means that b is added to a. The result is at index 0. Pure."""
     steps = []
     distance = 1
     while distance < num_ranks:
@@ -135,7 +135,7 @@ def reduce_into(
     Args:
         outputs: At least one, [n]; may be the inputs themselves, but not overlap them in part.
         inputs: One per rank, in order of rank, [n].
-        arithmetic: How to combine; planned for the tensors' dtype.
+        arithmetic: How to combine values; planned for the tensors' dtype.
         scratch: Memory to compute in.
         monitor: Checks the result after it is written to the first output, and before it is written to others.
         begin: Number of the first element, for `monitor`.
@@ -187,7 +187,7 @@ def divide(total: Tensor, divisor: float) -> None:
         total.copy_(total.to(torch.int64).div_(divisor, rounding_mode="trunc"))
 
 
-_is_weighted = operator.attrgetter("is_weighted")  # a generator would be a frame for each rank in each step
+_is_weighted = operator.attrgetter("is_weighted")  # a generator would need a frame for each rank and step
 
 
 def divisor_of(rows: Sequence[Row], plain: float) -> float:
@@ -203,7 +203,7 @@ def divisor_of(rows: Sequence[Row], plain: float) -> float:
     if not any(map(_is_weighted, rows)):
         return plain
     weights = [row.weight for row in rows]
-    for a, b in plan_tree(len(weights)):  # in tree order: reproducible mode has the same sum on any number of ranks
+    for a, b in plan_tree(len(weights)):  # tree order: reproducible mode has the same sum on any number of ranks
         weights[a] += weights[b]
     return weights[0] or math.inf
 
@@ -215,11 +215,11 @@ class Scratch:
         self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def get(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
-        """[numel], number `index`, uninitialised."""
+        """Uninitialised memory number `index`: [numel]."""
         key = (dtype, index)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
-            with outside_inference_mode():  # later calls, outside of that mode, reuse it
+            with outside_inference_mode():  # later calls outside of inference mode reuse the memory
                 memory = self._memory[key] = torch.empty(numel, dtype=dtype, device="cpu")
         return memory if memory.numel() == numel else memory[:numel]
 
@@ -229,7 +229,7 @@ def _combine_direct(result: Tensor, inputs: Sequence[Tensor], arithmetic: Arithm
     steps = plan_tree(len(inputs))
     if not steps:
         result.copy_(inputs[0])
-    # Inputs are never overwritten before they have been read: partial results go to scratch, the last one to the
+    # Inputs are never overwritten before they have been read: partial results go to scratch, the last result to the
     # output.
     partial = list(inputs)
     for position, (a, b) in enumerate(steps):

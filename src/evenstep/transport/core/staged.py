@@ -13,21 +13,21 @@ _ONLY_GPU = ("nccl",)
 
 
 def for_messages(transport: Transport, device: torch.device) -> Transport:
-    """A transport for messages on the CPU, in order with a transport's other calls: that transport itself, if it can.
+    """A transport for messages on the CPU, in order with another transport's calls: that transport itself, if possible.
 
     Args:
         transport: Carries tensors on `device`.
-        device: The device to which messages are copied otherwise.
+        device: The device to which messages are copied if `transport` can't carry CPU tensors.
     """
     return StagedMessages(transport, device) if transport.name in _ONLY_GPU else transport
 
 
 class StagedMessages(Transport):
-    """Copies messages to a device, and received ones back to the CPU. Waits for the device: only for rare messages.
+    """Copies messages to a device, and received messages back to the CPU. For rare messages: waits for the device.
 
     Args:
         transport: Carries tensors on `device`; closed by its owner.
-        device: The device of the tensors that are sent.
+        device: The device to which messages are copied.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:

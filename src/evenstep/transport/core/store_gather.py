@@ -15,12 +15,12 @@ _LOOK_OFTEN_S, _POLL_EVERY_S = 0.05, 0.0003
 
 
 class StoreGather:
-    """The one collective that ranks need to agree on a transport (see `object_collectives.exchange`).
+    """The only collective that ranks need to agree on a transport (see `object_collectives.exchange`).
 
     Collective: every rank makes one, and makes the same calls in the same order.
 
     Args:
-        store: A store that all ranks can reach. A later `StoreGather` on the same store never sees an earlier one's
+        store: A store that all ranks can reach. A later `StoreGather` on the same store never reads an earlier one's
             values.
         rank: This rank.
         world_size: Number of ranks.
@@ -28,7 +28,7 @@ class StoreGather:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
-        # Numbered, because torch gives a new group the name of a destroyed one.
+        # Add a number, because torch gives a new group the name of a destroyed group.
         count = store.add(f"meetings of rank {rank}", 1)
         self._store: Any = PrefixStore(f"meeting {count}/", store)  # torch's stub doesn't allow bytes as values
         self.rank = rank
@@ -37,16 +37,16 @@ class StoreGather:
         self._num_calls = 0
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in order of rank. Returns when all have come.
+        """Every rank's bytes, in order of rank. Waits for all ranks.
 
         Raises:
-            CollectiveTimeoutError: A rank has not come.
+            CollectiveTimeoutError: A rank has not sent its bytes in time.
         """
         self._num_calls += 1
         keys = [f"{self._num_calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], data)
-        # A `FileStore`'s `wait` polls a hundred times a second, and ranks that make a group usually come at the same
-        # time.
+        # Poll more often at first: a `FileStore`'s `wait` polls a hundred times a second, and ranks that make a group
+        # usually arrive at the same time.
         end = time.monotonic() + _LOOK_OFTEN_S
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(_POLL_EVERY_S)
@@ -61,6 +61,6 @@ class StoreGather:
         return [bytes(each) for each in self._store.multi_get(keys)]
 
     def among(self, ranks: Sequence[int]) -> StoreGather:
-        """A `StoreGather` of some of these ranks. Collective among them."""
+        """Make a `StoreGather` of some of these ranks. Collective among them."""
         store = PrefixStore(f"among {','.join(map(str, ranks))}/", self._store)
         return StoreGather(store, ranks.index(self.rank), len(ranks), timeout_s=self._timeout_s)

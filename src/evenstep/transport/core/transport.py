@@ -24,18 +24,18 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 class Transport(abc.ABC):
-    """The ranks of one group, and how they exchange tensors.
+    """Connects the ranks of one group, which exchange tensors.
 
-    A transport connects the ranks of one group for one purpose (gradients, control, …). Its calls are matched between
-    ranks by their order, so two purposes that may interleave differently on two ranks each get a transport of their own
-    (`split`). `tests/transport_cases.py` has the cases that every transport passes.
+    A transport has one purpose (gradients, control, …). Its calls are matched between ranks by their order. So if the
+    calls of two purposes may interleave differently on two ranks, each purpose gets its own transport (`split`).
+    `tests/transport_cases.py` has the cases that every transport passes.
 
     Every collective is called by all ranks, in the same order, with equal shapes and dtypes. It returns at once;
     its tensors may not be touched before `Work.wait()` returns. All collectives take the same path:
 
         all_reduce, …    describe the call (`base.Collective`)
-        run              checks it and makes its tensors flat, the same in every transport
-        _start           carries it, in each transport's own way
+        run              checks the call and makes its tensors flat, the same in every transport
+        _start           carries the call, in each transport's own way
 
     Args:
         rank: This rank.
@@ -43,13 +43,13 @@ class Transport(abc.ABC):
         group: The group's name in the record of the last calls, equal on all ranks.
 
     Attributes:
-        name: In messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
+        name: The name in messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
         rank: This rank.
         world_size: Number of ranks.
-        is_in_tree_order: Sums are added in a binary tree over ranks.
+        is_in_tree_order: Whether sums are added in a binary tree over ranks.
         divides: Whether it divides a sum that has a row (`Collective.row`); other transports only add.
         compares: Whether the ranks compare their calls, and all raise the same error if the calls differ.
-        most_beside_bytes: Up to this number of bytes beside a call are sent with it; more are sent in a separate call.
+        most_beside_bytes: The most bytes that are sent beside a call; more are sent in a separate call.
         known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
         num_calls: Number of calls that this object has started.
@@ -79,7 +79,7 @@ class Transport(abc.ABC):
 
     @property
     def parts(self) -> Sequence[Transport]:
-        """The transports that it is made of and that carry its calls; empty: it carries them itself."""
+        """The transports that carry this transport's calls; empty: it carries them itself."""
         return ()
 
     @property
@@ -98,14 +98,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self) -> Transport:
-        """Collective: a second transport over the same ranks. Its calls can't mix with this one's."""
+        """Collective: make a second transport over the same ranks, whose calls can't mix with this one's."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Release sockets and memory. Local: waits for no other rank. A second call does nothing."""
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, zeroed: [numel]. Collectives on such tensors need the fewest copies."""
+        """Zeroed memory for a bucket: [numel]. Collectives on such tensors need the fewest copies."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def run(self, call: Collective) -> Work:
@@ -135,7 +135,7 @@ class Transport(abc.ABC):
         self.known_as[:] = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
-        """Have the next call over this transport show an outer call's fingerprint in place of its own, if it shows one.
+        """Make the next call over this transport show an outer call's fingerprint instead of its own, if it shows one.
 
         The next call is a part of the outer call, which is made over another transport.
 
@@ -147,23 +147,23 @@ class Transport(abc.ABC):
         self._compared_as = packed
 
     def compare_call(self, kind: str, text: bytes = b"") -> Any:
-        """Compare a call that something else carries. The work is done when all ranks make the same call.
+        """Compare a call that something else carries. The work is done when all ranks have made the same call.
 
         Args:
-            kind: One of `header.COLLECTIVES`.
+            kind: A name in `header.COLLECTIVES`.
             text: The text of a refusal (`header.pack_text`).
         """
         said = to_tensor(text) if text else _NOTHING
         return self.run(Collective(kind, said, said))
 
     def refuse(self, reason: str) -> None:
-        """If ranks compare their calls, report that this rank doesn't make its next call."""
+        """If ranks compare their calls, report to the others that this rank doesn't make its next call."""
         if self.compares:
             with contextlib.suppress(EvenstepError):  # the other ranks notice a failed or closed transport themselves
                 self.compare_call(REFUSED, pack_text(reason))
 
     def _count(self, packed: bytes) -> int:
-        """Record a call as it is started, for messages about this rank's activity. Returns its number, from 1."""
+        """Record the start of a call, for messages about this rank's activity. Returns the call's number, from 1."""
         self.num_calls = number = self.num_calls + 1
         heartbeat.mark_collective(number)
         record((self.recorded, number, packed))
@@ -182,19 +182,19 @@ class Transport(abc.ABC):
         return self.run(Collective("all_gather", tensor, out))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
-        """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
+        """Combine `tensor` ([world_size * n]) over the ranks, and write part number `rank` of it to `out` ([n])."""
         return self.run(Collective("reduce_scatter", tensor, out, op, beside=beside))
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
-        """As `all_reduce`, on rank `dst` only. Afterwards `tensor` is undefined on the other ranks."""
+        """Like `all_reduce`, on rank `dst` only. Afterwards `tensor` is undefined on the other ranks."""
         return self.run(Collective("reduce", tensor, tensor, op, dst, beside=beside))
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """As `all_gather`, on rank `dst` only; other ranks pass no `out`."""
+        """Like `all_gather`, on rank `dst` only; other ranks pass no `out`."""
         return self.run(Collective("gather", tensor, out, root=dst))
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others pass none."""
+        """Write part `rank` of rank `src`'s `tensor` ([world_size * n]) to `out` ([n]); others pass no `tensor`."""
         return self.run(Collective("scatter", tensor, out, root=src))
 
     def all_to_all(
@@ -204,19 +204,19 @@ class Transport(abc.ABC):
         out_splits: Sequence[int] | None = None,
         splits: Sequence[int] | None = None,
     ) -> Work:
-        """Send part number r of `tensor` to rank r; put what rank r sent into part number r of `out`.
+        """Send part number r of `tensor` to rank r, and receive rank r's part in part number r of `out`.
 
         Args:
             out: [sum(out_splits)], or as long as `tensor`.
             tensor: [sum(splits)], or of a length divisible by the number of ranks.
-            out_splits: [world_size], how many elements come from each rank; None, on all ranks: equal parts.
-            splits: [world_size], how many elements go to each rank.
+            out_splits: [world_size], the number of elements from each rank; None, on all ranks: equal parts.
+            splits: [world_size], the number of elements to each rank.
         """
         sizes = None if out_splits is None or splits is None else (out_splits, splits)
         return self.run(Collective("all_to_all", tensor, out, splits=sizes))
 
     def barrier(self) -> Work:
-        """Done when every rank has called it."""
+        """A call that is done when every rank has made it."""
         return self.compare_call("barrier")  # type: ignore[no-any-return]
 
 
@@ -224,7 +224,7 @@ class JointWork:
     """Several works in flight as one work.
 
     Args:
-        works: The works, in the order in which they are awaited.
+        works: The works, in the order in which to wait for them.
         finish: Called once, by the waiting thread, when all have ended.
     """
 

@@ -20,7 +20,7 @@ from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
-_WITH_SHARES = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # never in place
+_WITH_SHARES = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # are never in place
 _Described = tuple[bytes, Arithmetic | None, float | None]  # `Collective.packed`, `arithmetic`, `divisor`
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
@@ -36,7 +36,7 @@ def is_carried(tensor: Tensor) -> bool:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """[numel], the memory of a contiguous tensor, in a form that can be viewed as bytes.
+    """A view of a contiguous tensor's memory, [numel], which can be viewed as bytes.
 
     torch calls a tensor with at most one element contiguous for any stride, but refuses to view it as bytes.
     """
@@ -52,8 +52,8 @@ def validate_group(what: str, group: Any) -> None:
         group: The argument; None: all ranks.
 
     Raises:
-        ConfigurationError: It isn't a process group.
-        UsageError: It is the value that `torch.distributed.new_group` returns on ranks outside of the group.
+        ConfigurationError: `group` isn't a process group.
+        UsageError: `group` is the value that `torch.distributed.new_group` returns on ranks outside of the group.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return
@@ -72,7 +72,7 @@ class Arguments:
         rank: This rank.
         world_size: Number of ranks.
         refused: Called with the reason before an error is raised, to inform the other ranks.
-        carries: Whether the transport can carry a tensor.
+        carries: Returns whether the transport can carry a tensor.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Arguments:
         call.packed, call.arithmetic, call.divisor = self._described.get(key) or self._describe(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
-        """As `prepare`, for a call that isn't in place. Returns the tensor that ranks compare."""
+        """Like `prepare`, for a call that isn't in place. Returns the tensor that ranks compare."""
         kind = call.kind
         inputs = None if kind == "scatter" and call.root != self.rank else self.require(kind, "tensor", call.inputs)
         outputs = None if kind == "gather" and call.root != self.rank else self.require(kind, "out", call.outputs)
@@ -133,12 +133,12 @@ class Arguments:
 
     @staticmethod
     def _rest_of(call: Collective) -> tuple[int, torch.dtype, float | None]:
-        """Further compared properties: how many numbers are beside a call, their dtype, and the plain divisor."""
+        """Further compared properties: number and dtype of the numbers beside a call, and the plain divisor."""
         beside = (0, torch.float64) if call.beside is None else (call.beside.numel(), call.beside.dtype)
         return *beside, None if call.row is None else call.plain
 
     def _describe(self, key: tuple[Any, ...]) -> _Described:
-        """The data that calls with the same compared properties share. It is computed once for each combination."""
+        """Data that is the same for calls with the same compared properties, and computed once for each combination."""
         kind, op, dtype, shape, root, rest = key
         arithmetic = None
         if op is not None:
@@ -159,7 +159,7 @@ class Arguments:
         return described
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Flatten: [numel], and (tensor, copy) if the result has to be copied back to the tensor at the end."""
+        """Flatten a tensor: [numel], and (tensor, copy) if the result has to be copied back to it at the end."""
         if not self.carries(tensor):
             raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
@@ -190,7 +190,7 @@ class Arguments:
             )
 
     def check_parts(self, what: str, name: str, parts: Sequence[Tensor], share: Tensor | None) -> None:
-        """Refuse a list that isn't one tensor per rank, of one dtype, each as long as `share`; None: of any size."""
+        """Refuse a list that isn't one tensor per rank, of one dtype, each as long as `share`; None: of any length."""
         fits = len(parts) == self.world_size
         for each in parts:
             fits = fits and each.dtype is (parts[0] if share is None else share).dtype
@@ -225,7 +225,7 @@ class Arguments:
             raise self._refusal(f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}.")
 
     def require(self, what: str, name: str, tensor: Tensor | None) -> Tensor:
-        """Refuse None where this rank, the root, has to pass a tensor."""
+        """Refuse None if this rank, the root, has to pass a tensor."""
         if tensor is None:
             raise self._refusal(f"{what}: rank {self.rank} has to pass {name}.")
         return tensor
@@ -268,7 +268,7 @@ def refuse_after_end(rank: int, where: str) -> NoReturn:
         where: The line of the user's code at which the world ended.
 
     Raises:
-        UsageError: Always. Printed as one message without a traceback, although the world's excepthook is gone.
+        UsageError: Always. It is printed as one message without a traceback, although the world's excepthook is gone.
     """
     with excepthook.reporting_mistakes():
         raise UsageError(

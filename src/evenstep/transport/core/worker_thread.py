@@ -1,7 +1,7 @@
 """A thread that runs the calls of one transport in order, and the handles that callers hold.
 
-Not an executor of `concurrent.futures`, because python waits for an executor's threads before it calls exit hooks. A
-thread that waits for other ranks would then keep the process alive until its deadline. And a thread that still waits
+It isn't an executor of `concurrent.futures`, because python waits for an executor's threads before it calls exit hooks.
+A thread that waits for other ranks would then keep the process alive until its deadline. And a thread that still waits
 inside Gloo when python ends aborts the process (std::terminate). So an exit hook closes the threads, and ends the calls
 that they wait for.
 """
@@ -30,7 +30,7 @@ class QueuedWork:
 
     Args:
         what: The call, for messages.
-        waits: Called by threads that wait.
+        waits: Called by each thread that waits, before it waits.
 
     Attributes:
         ended: Has the call's error, or None, when the call has ended.
@@ -64,7 +64,7 @@ class QueuedWork:
 
 
 class WorkerThread:
-    """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
+    """Runs calls in the order in which they were submitted. After a call has failed, later calls fail in the same way.
 
     The thread starts with the first call. Callbacks run in it, and may start calls and wait for them. When a callback
     does so, another thread takes over, and this thread ends after the callback.
@@ -90,7 +90,7 @@ class WorkerThread:
         """Queue a call.
 
         Args:
-            what: For messages.
+            what: The call, for messages.
             run: The function that the thread runs, called with the call's number, counted from 1.
 
         Raises:
@@ -109,7 +109,7 @@ class WorkerThread:
         return work
 
     def step_aside(self) -> None:
-        """Have another thread run the calls from now on, if this is the thread that runs them: a callback blocks it."""
+        """Make another thread run the calls from now on, if this is the thread that runs them: a callback blocks it."""
         with self._lock:
             if self._thread is threading.current_thread():
                 self._start()
@@ -119,7 +119,7 @@ class WorkerThread:
         self._thread.start()
 
     def close(self, error: EvenstepError) -> None:
-        """Refuse new calls, end the queued ones with this error, call `on_close`, and wait for the thread. Once."""
+        """Refuse new calls, end queued calls with this error, call `on_close`, and wait for the thread. Once."""
         if self.is_closed or os.getpid() != self._pid:
             return
         self.is_closed = True
@@ -145,7 +145,7 @@ class WorkerThread:
                     run()
             except EvenstepError as raised:
                 error = raised
-            except BaseException as raised:  # of any kind: the caller waits for the end of the call
+            except BaseException as raised:  # any exception: the caller waits for the end of the call
                 error = PeerLostError(f"{work!r} failed: {type(raised).__name__}: {raised}")
             if error is not None:
                 self.failure = error = self.failure or error  # closing may have failed this call

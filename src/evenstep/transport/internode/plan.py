@@ -19,7 +19,7 @@ class NodePlan:
     """The ranks of every node.
 
     Attributes:
-        nodes: The ranks of each node in order; nodes in order of their first rank. Every rank is on one node.
+        nodes: The ranks of each node, in order; nodes are in order of their first rank. Every rank is on one node.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class NodePlan:
         return self.is_even and in_order == sorted(in_order)
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
-        """(number of its node, number within that)."""
+        """(number of a rank's node, number of the rank within the node)."""
         for index, node in enumerate(self.nodes):
             if rank in node:
                 return index, node.index(rank)
@@ -50,7 +50,7 @@ class NodePlan:
 def plan_nodes(seen: Sequence[dict[str, Any]]) -> NodePlan:
     """Group ranks by their descriptions (`describe_this_process`). Pure.
 
-    If nodes have different numbers of ranks, every rank counts as a node of its own.
+    If nodes have different numbers of ranks, every rank is treated as a separate node.
     """
     nodes: dict[object, list[int]] = {}
     for rank, each in enumerate(seen):
@@ -63,6 +63,6 @@ def plan_nodes(seen: Sequence[dict[str, Any]]) -> NodePlan:
 def plan_chunk_bytes(num_bytes: int) -> int:
     """The length of a vector's chunks. Pure.
 
-    Several chunks are in flight at once, and none is too short to be worth its start.
+    Several chunks are in flight at once, but no chunk is so short that its start takes longer than the transfer.
     """
     return min(max(round_up(num_bytes // _CHUNKS_IN_FLIGHT, PAGE_BYTES), _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)

@@ -4,9 +4,9 @@ Every call begins with a message. All messages have the same length.
 
 [Note: first intra-node, then inter-node]
 
-A node's ranks compare their calls over shared memory first, and only then with other nodes. So a message speaks for the
-whole node, and all inter-node groups get the same result: if the ranks of one node disagree, each of them sends a
-report of that to its group instead of its call, and all ranks of all nodes raise the same error at once.
+A node's ranks compare their calls over shared memory first, and only then with other nodes. So a message stands for the
+whole node, and all inter-node groups get the same result. If the ranks of one node disagree, each of them sends a
+report of this to its group instead of its call, and all ranks of all nodes raise the same error at once.
 
 [Note: one length]
 
@@ -48,7 +48,7 @@ from evenstep.transport.core.reduction import (
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
-PAYLOAD_AT = 128  # after the fingerprint; lengths are multiples of it, so that data can be viewed as numbers
+PAYLOAD_AT = 128  # after the fingerprint; lengths are multiples of this, so that data can be viewed as numbers
 _LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES = 4 << 10, 16 << 10
 _REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
 
@@ -56,7 +56,7 @@ _REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
 def plan_payload_bytes(num_nodes: int) -> int:
     """The number of data bytes in every message. Pure.
 
-    Every call, even a barrier, sends so many bytes to every other node; larger data costs one more exchange.
+    Every call, even a barrier, sends this number of bytes to every other node; larger data costs one more exchange.
     """
     return round_up(max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1)), PAYLOAD_AT)
 
@@ -65,11 +65,11 @@ class InternodeSteps:
     """One rank's actions in each call, given its number and fingerprint. They run in one thread, call after call.
 
     Args:
-        plan: Which rank is on which node; all nodes have the same number of ranks.
+        plan: The node of each rank; all nodes have the same number of ranks.
         intra_node: The ranks of this rank's node, in order.
         inter_node: The inter-node group of this rank's slice, one rank per node.
         rank: This rank.
-        name: What the transport is called.
+        name: The transport's name.
 
     Attributes:
         eager_bytes: The number of data bytes in every message.
@@ -119,7 +119,7 @@ class InternodeSteps:
         Args:
             number: The call's number.
             packed: The call's fingerprint, on which the ranks of this node agree.
-            payload: At most `eager_bytes` to send along, the same number on all nodes.
+            payload: Data to send with the message, at most `eager_bytes`, the same length on all nodes.
 
         Returns:
             Every node's payload, in order of node.
@@ -134,7 +134,7 @@ class InternodeSteps:
 
         Returns:
             A function that waits for the other nodes and returns the result of `exchange`. Call it before sending
-            anything else to them.
+            anything else to these nodes.
         """
         message = torch.zeros(PAYLOAD_AT + self.eager_bytes, dtype=torch.uint8, device="cpu")
         message[: len(packed)] = to_tensor(packed)
@@ -162,12 +162,12 @@ class InternodeSteps:
         return finish
 
     def compare(self, number: int, packed: bytes) -> None:
-        """Only compare a call."""
+        """Compare a call, and send nothing else."""
         self.agree(number, packed)
         self.exchange(number, packed)
 
     def refuse(self, number: int, packed: bytes, said: Tensor) -> None:
-        """Report that this rank doesn't make this call, and why. If no rank makes the call nothing happens."""
+        """Report that this rank doesn't make this call, and why. If no rank makes the call, nothing happens."""
         self.agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
         first = said.clone()  # all groups send the reason of the node's first rank
         self._intra_node.broadcast(first, 0).wait()
@@ -176,7 +176,7 @@ class InternodeSteps:
     # ------------------------------------------------------------------ sending
 
     def broadcast(self, number: int, packed: bytes, raw: Tensor, src: int) -> None:
-        """Send one rank's bytes to all."""
+        """Send one rank's bytes to all ranks."""
         source_node, source = self._node_and_local_rank(src)
         is_source = self._node == source_node
         self.agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
@@ -195,7 +195,7 @@ class InternodeSteps:
         return self._num_local * num_bytes <= self.eager_bytes
 
     def all_gather(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
-        """Send every rank's bytes to all."""
+        """Send every rank's bytes to all ranks."""
         num_bytes = raw.numel()
         if self.fits_message(num_bytes):
             order, of_node = self._by_node, torch.empty(self._num_local * num_bytes, dtype=torch.uint8, device="cpu")
@@ -227,7 +227,7 @@ class InternodeSteps:
         )
 
     def reduce_scatter(self, number: int, packed: bytes, into: Tensor, flat: Tensor, op: Op) -> None:
-        """Reduce, and give every rank its part."""
+        """Reduce, and store each rank's part in its `into`."""
         numel = into.numel()
         if flat.nbytes <= self.eager_bytes:
             whole = flat.clone()
@@ -246,7 +246,7 @@ class InternodeSteps:
     def _reduce_chunk(self, chunk: Tensor, op: Op, compared: Callable[[], object] | None) -> Iterator[Sequence[Work]]:
         whole, mine = self._sliced(chunk)
         self._intra_node.reduce_scatter(mine, whole, _undivided(op)).wait()
-        if compared is not None:  # the messages were on their way while the node's ranks added
+        if compared is not None:  # the messages were in flight while the node's ranks added
             compared()
         yield from (self._swap if self._num_nodes == 2 else self._share_out)(mine, op)
         yield [self._intra_node.all_gather(whole, mine)]
@@ -265,7 +265,7 @@ class InternodeSteps:
         self._add(mine, list(both.view(2, -1).unbind()), op)
 
     def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
-        """Between more nodes: each adds one part of the slice, and sends the sum to the others."""
+        """Between more than two nodes: each adds one part of the slice, and sends the sum to the others."""
         whole = padded(mine, self._num_nodes)
         part = mine.new_empty(whole.numel() // self._num_nodes)
         yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
@@ -285,8 +285,8 @@ class InternodeSteps:
 def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:
     """Run all chunks interleaved: each chunk is one exchange behind the chunk before it.
 
-    A chunk's generator yields the works to await before it goes on. All ranks make the same exchanges in the same
-    order.
+    A chunk's generator yields the works for which to wait before it continues. All ranks make the same exchanges in the
+    same order.
     """
     under_way: list[tuple[Iterator[Sequence[Work]], Sequence[Work]]] = []
     waiting = iter(chunks)

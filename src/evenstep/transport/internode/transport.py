@@ -14,18 +14,18 @@ An all-reduce over two nodes of two ranks, of a vector of two slices:
     intra-   spread the slices            spread the slices              (shared memory)
 
 There are as many inter-node groups as a node has ranks. Within a group of h nodes each rank receives a part of the
-slice from every other rank, adds the parts in tree order and sends the sum back: 2 (h - 1) / h of the vector leaves
+slice from every other rank, adds the parts in tree order and sends the sum back. So 2 (h - 1) / h of the vector leaves
 each node, which is the minimum, and the order of summation is fixed. With two nodes each rank sends its slice to the
 other node, which is the same amount. With two nodes of two ranks the vector crosses the wire once in each direction; in
-a ring over the four ranks it would cross 1.5 times. If nodes have different numbers of ranks, each rank counts as a
-node of its own.
+a ring over the four ranks it would cross 1.5 times. If nodes have different numbers of ranks, each rank is treated as a
+separate node.
 
 Calls run in a thread of the transport, one after the other, so that the calls of a node's ranks can't mix. A long
-vector is sent chunk by chunk: while one chunk is on the wire, the next one is added inside the node.
+vector is sent chunk by chunk: while one chunk is on the wire, the next chunk is added inside the node.
 
 Shared memory notices if ranks of one node disagree. Between nodes every call begins with a message of fixed length,
 with the call's fingerprint and the data, if it fits (`steps`). If the data doesn't fit, the node's ranks add while the
-messages are on their way, and the data follows when all nodes have agreed.
+messages are in flight, and the data follows when all nodes have agreed.
 
 16-bit sums accumulate in 32 bits inside each node and again between them, and are rounded once in the middle.
 """
@@ -57,14 +57,14 @@ Steps = Callable[[int, bytes], object]  # called with the call's number and fing
 
 
 class InternodeTransport(Transport):
-    """Collectives of ranks on several nodes. Made by `connect_ranks`, not by calling the class.
+    """Collectives of ranks on several nodes. `connect_ranks` makes it.
 
     Args:
-        plan: Which rank is on which node.
+        plan: The node of each rank.
         intra_node: The ranks of this rank's node, in order.
         inter_node: The inter-node group of this rank's slice, one rank per node.
-        all_ranks: A transport over all ranks, for calls that this class doesn't implement; `inter_node` if that has all
-            ranks.
+        all_ranks: A transport over all ranks, for calls that this class doesn't implement; the same as `inter_node` if
+            that has all ranks.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
     """
@@ -136,7 +136,7 @@ class InternodeTransport(Transport):
                 return steps.compare
 
     def _with_message(self, call: Collective, number: int, packed: bytes) -> None:
-        """Send every rank's tensor to all ranks with the message. Each rank copies its own part."""
+        """Send every rank's tensor to all ranks in the message. Each rank copies the part that it needs."""
         raw = flat_view(call.flat.contiguous()).view(torch.uint8)
         out, size = call.out.view(torch.uint8), self.world_size
         everybodys = torch.empty(size * raw.numel(), dtype=torch.uint8, device="cpu")
@@ -153,7 +153,7 @@ class InternodeTransport(Transport):
         """Fall back to Gloo, after the ranks have compared the call: wrong sizes can crash Gloo.
 
         Raises:
-            MismatchError: A rank expects another amount than it is sent. Raised on every rank.
+            MismatchError: A rank expects more or fewer elements than it is sent. Raised on every rank.
         """
         fallback.count(call.kind)
         if call.splits is None:
@@ -193,11 +193,11 @@ class InternodeTransport(Transport):
         return f"<InternodeTransport rank {self.rank}/{self.world_size} on {len(self._plan.nodes)} nodes, {state}>"
 
     def _on_close(self) -> None:
-        # The other ranks of this node notice this, and through their groups the ranks of other nodes.
+        # The other ranks of this node notice this, and so do the ranks of other nodes through their groups.
         for transport in self.parts:
             transport.close()
 
     @property
     def parts(self) -> list[Transport]:
-        """The transports that it is made of: intra-node, inter-node, and all ranks."""
+        """The transports that carry its calls: intra-node, inter-node, and all ranks."""
         return [self._intra_node, self._inter_node, self._all_ranks]

@@ -10,13 +10,13 @@ data:
     here                             A  receive ·········  sends ▇▇▇▇▇▇▇
                                      B  ········· receive  sends ▇▇▇▇▇▇▇
 
-torch's all-to-all, and its all-gather of two ranks, post the send before the receive. The second rank to call already
-has the first rank's announcement, so it sends its vector at once, and its own announcement queues after the vector. So
-the first rank sends only after it has received everything, and a full-duplex wire is used in one direction at a time.
-Here every rank posts its receives first.
+torch's all-to-all, and its all-gather of two ranks, post the send before the receive. The second rank that calls
+already has the first rank's announcement, so it sends its vector at once, and its own announcement waits behind the
+vector. So the first rank sends only after it has received everything, and a full-duplex wire is used in one direction
+at a time. Here every rank posts its receives first.
 
-Each call's messages have their own tag. So a message without a receive, because ranks call with different sizes, is
-never mistaken for a later call's: its sender waits until the deadline, and names the call.
+Each call's messages have their own tag. So a message without a receive, which occurs if ranks call with different
+sizes, is never mistaken for a later call's message: its sender waits until the deadline, and names the call.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _NUM_TAGS = 1 << 16
 
 
 class FullDuplex:
-    """Parts that all ranks of a group send each other (see `transport.base.Work`).
+    """An exchange in which all ranks of a group send each other parts (see `transport.base.Work`).
 
-    Collective: every rank of the group makes one, in the same order. Gloo drops a receive with the last reference to
-    its work, so a thread waits if no caller does.
+    Collective: every rank of the group makes one, in the same order. Gloo drops a receive together with the last
+    reference to its work, so a thread waits if no caller does.
 
     Args:
         group: A group over Gloo.
-        received: By rank, memory for the part from that rank: one dimension, contiguous.
-        sent: By rank, the part for that rank, as long as that rank expects. Must not be written to before `wait` has
+        received: For each rank, memory for the part from that rank: one dimension, contiguous.
+        sent: For each rank, the part for that rank, of the length that it expects. Don't write to it before `wait` has
             returned.
         number: The call's number; the same on all ranks.
         timeout_s: Deadline of each part.
@@ -85,7 +85,7 @@ class FullDuplex:
         self._parts.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Gloo can't be queried, so from the first query on a thread waits."""
+        """Whether `wait` would return at once. Gloo can't be queried, so a thread waits from the first query on."""
         self._parts.wait_in_thread()
         return not self._parts.works or self._parts.error is not None
 
@@ -119,7 +119,7 @@ class _Parts:
             self._thread.start()
 
     def _wait_quietly(self) -> None:
-        with contextlib.suppress(RuntimeError):  # kept for `wait`
+        with contextlib.suppress(RuntimeError):  # `wait` raises the error
             self.wait()
 
 
@@ -127,6 +127,6 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def join_threads() -> None:
-    """Join the waiting threads, after their calls have been ended: a thread inside Gloo must not outlast python."""
+    """Join the waiting threads after the end of their calls: a thread inside Gloo must not run longer than python."""
     for thread in list(_threads):
         thread.join(LONGEST_END_S)

@@ -1,8 +1,8 @@
 """Groups over Gloo between some ranks, made by these ranks alone.
 
-`dist.new_group` can do that too (`use_local_synchronization`), but names the group after the number of groups that a
-rank is in. Ranks that are in different numbers of groups then wait for each other under different names. And a group
-that follows a destroyed one has the same name, and finds its dead addresses.
+`dist.new_group` can do that, too (`use_local_synchronization`), but names the group after the number of groups that a
+rank is in. Ranks in different numbers of groups then wait for each other under different names. And a group that
+follows a destroyed group has the same name, and finds the dead addresses of that group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def open_gloo(members: Sequence[int], *, timeout_s: float) -> ProcessGroupTransp
 
 
 def store_of(members: Sequence[int]) -> Store:
-    """A store for one rendezvous of some ranks of the default group.
+    """Make a store for one rendezvous of some ranks of the default group.
 
     Every one of `members` calls this. Members that call it several times do so in the same order.
     """
@@ -72,7 +72,7 @@ def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Pro
 
 
 def end_calls(gloo: Any) -> None:
-    """End this rank's calls in flight of a Gloo with an error, and close its connections.
+    """End this rank's calls in flight over a Gloo with an error, and close its connections.
 
     Local. Gloo's own `abort` doesn't do this, and a released Gloo waits for its calls until their deadline. But if a
     receive times out, Gloo closes the connections with all ranks, which ends every call that waits for them.

@@ -1,6 +1,6 @@
 """torch's process groups (Gloo on CPU, NCCL on CUDA) as transports.
 
-Gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, which sends twice the necessary bytes. Here
+Gloo's own reduce-scatter is an all-reduce from which each rank keeps a part: it sends twice the necessary bytes. Here
 every rank sends each other rank its part, and adds the parts that it receives: in a tree over ranks, 16-bit numbers in
 32 bits. If two ranks send to each other, Gloo's collectives use a connection in one direction at a time; `full_duplex`
 uses both.
@@ -31,14 +31,14 @@ from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
 from evenstep.transport.process_group.full_duplex import FullDuplex, join_threads
 
-# torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
+# torch 2.13 renamed this function, and warns of the old name, the only one that torch 2.11 knows.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE_OPS: dict[Op, Any] = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # divided afterwards: Gloo has no average
+    "mean": dist.ReduceOp.SUM,  # divided afterwards, because Gloo has no average
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -46,7 +46,7 @@ _REDUCE_OPS: dict[Op, Any] = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-# Gloo refuses to send other dtypes; as bytes it sends them all.
+# Gloo refuses to send other dtypes; they are sent as bytes.
 _MOVED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -99,8 +99,8 @@ class ProcessGroupTransport(Transport):
         group: The group; all its ranks build a transport on it.
         name: "gloo" or "nccl", for messages.
         timeout_s: Deadline of a collective, for the groups that `split` makes.
-        owns_group: Destroy the group when closed.
-        split_by: Makes the result of `split`; None: over a new group of torch's.
+        owns_group: Whether `close` destroys the group.
+        split_by: Makes the result of `split`; None: `split` makes a new torch group.
         close_by: Ends the calls of a group that torch doesn't know by name, and closes it.
     """
 
@@ -129,7 +129,7 @@ class ProcessGroupTransport(Transport):
         number = self._count(call.packed)
         recorded = self.recorded
         recorded.unfinished.add(number)
-        recorded.unfinished.discard(number - NUM_CALLS)  # may be of a work that is never waited for
+        recorded.unfinished.discard(number - NUM_CALLS)  # may be the number of a work for which nobody waits
         recorded.num_started = recorded.num_completed = number
         flat, out, root, op = call.flat, call.out, call.root, _REDUCE_OPS[call.op or "sum"]
         is_gloo = self.name == "gloo" and flat.device.type == "cpu"
@@ -165,7 +165,7 @@ class ProcessGroupTransport(Transport):
                 return self._launch(call, dist.barrier, device_ids=devices)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of calls from now on. Over NCCL, torch's own function does it."""
+        """Change the deadline of calls from now on. For NCCL, torch's own function does this."""
         super().set_timeout(timeout_s)
         if self.name == "gloo":
             set_gloo_timeout(self._open_group(), timeout_s)
@@ -182,7 +182,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         group, self._group = self._group, None
-        # Drop this reference, too: with the last one Gloo closes its connections, which the other ranks notice.
+        # Drop this reference, too: with the last reference Gloo closes its connections, which the other ranks notice.
         close_by, self._close_by, self._split_by = self._close_by, None, None
         if group is not None and close_by is not None:
             close_by()
@@ -253,7 +253,7 @@ class ProcessGroupTransport(Transport):
         return _GroupWork(work, self, call, arrived)
 
     def _parts(self, tensor: Tensor, num_bytes: Sequence[int] | None = None) -> list[Tensor]:
-        """The parts of all ranks, as bytes: of given lengths, or of equal length."""
+        """The parts for all ranks, as bytes: of given lengths, or of equal length."""
         raw = tensor.view(torch.uint8)
         if num_bytes is not None:
             return list(raw.split_with_sizes(num_bytes))

@@ -19,17 +19,17 @@ from evenstep.transport.shm.segment import PAGE_BYTES, Mapping, Segment, allocat
 
 
 class FreeList:
-    """The free stretches of a zone. Pure: numbers in, numbers out.
+    """The free ranges of a zone. Pure: numbers in, numbers out.
 
     Args:
         num_bytes: Length of the zone.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end) of free ranges, in order, never adjacent
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocate in the first stretch that is long enough. Returns the start; None if there is none."""
+        """Allocate in the first range that is long enough. Returns the start; None if there is no such range."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= num_bytes:
                 if end - start == num_bytes:
@@ -40,7 +40,7 @@ class FreeList:
         return None
 
     def give(self, start: int, num_bytes: int) -> None:
-        """Free a stretch."""
+        """Free a range."""
         index = bisect.bisect(self._free, (start,))
         end = start + num_bytes
         if index < len(self._free) and self._free[index][0] == end:
@@ -61,13 +61,14 @@ class Arena:
         self._segment = segment
         self._zone = segment.layout.zone(rank)
         self._free = FreeList(segment.layout.zone_bytes)
-        self._starts: list[int] = []  # addresses of the stretches in use, in order
+        self._starts: list[int] = []  # addresses of the ranges in use, in order
         self._stretches: dict[int, tuple[int, int]] = {}  # address: (offset in the zone, bytes)
-        # Tensors may be collected at any moment, in any thread, also in the middle of the methods below.
+        # Ranges of collected tensors. These may be collected at any moment, in any thread, even in the middle of the
+        # methods below.
         self._ended: collections.deque[tuple[int, int, int]] = collections.deque()  # address, offset, bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], zeroed.
+        """Allocate zeroed memory in the zone: [numel].
 
         Raises:
             ConfigurationError: There isn't enough memory.
@@ -75,7 +76,7 @@ class Arena:
         self._collect()
         num_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         offset = self._free.take(num_bytes)
-        if offset is None:  # a zone is as long as the node's memory, and much of that is in use
+        if offset is None:  # the zone is full: a zone is as long as the node's memory
             raise ConfigurationError(f"no {num_bytes:,} bytes in one piece are free for {numel:,} {dtype}.")
         try:
             allocate_range(self._segment.fd, self._zone + offset, num_bytes, what=f"bucket of {numel:,} {dtype}")
@@ -92,7 +93,7 @@ class Arena:
         return mapping.tensor(0, dtype, numel)
 
     def locate(self, address: int, num_bytes: int) -> int | None:
-        """The offset of some memory in this process's zone; None if it is elsewhere."""
+        """The offset of memory at an address in this process's zone; None if it is elsewhere."""
         if self._ended:  # the addresses of collected tensors may belong to other memory by now
             self._collect()
         index = bisect.bisect(self._starts, address) - 1
@@ -108,7 +109,7 @@ class Arena:
         while self._ended:
             address, offset, num_bytes = self._ended.popleft()
             self._free.give(offset, num_bytes)
-            if self._stretches.get(address) == (offset, num_bytes):  # else the address belongs to a newer tensor
+            if self._stretches.get(address) == (offset, num_bytes):  # else a newer tensor has this address
                 self._starts.remove(address)
                 del self._stretches[address]
 
@@ -137,15 +138,15 @@ class Views:
     Attributes:
         common: (offset, dtype, numel) -> [numel], in the common part.
         zone: (rank, offset, dtype, numel) -> [numel], in a rank's zone.
-        eager: (slot, dtype, numel) -> [numel] of every rank, in that slot for eager data.
-        beside: The same for the numbers beside a call in that slot.
+        eager: (slot, dtype, numel) -> a view [numel] for every rank, in this slot for eager data.
+        beside: Like `eager`, for the numbers beside a call in this slot.
     """
 
     def __init__(self, segment: Segment) -> None:
         layout = segment.layout
         windows: dict[int, Mapping] = {}
-        # Functions, not methods: a bound method in the cache would keep this object and its memory until the next
-        # garbage collection.
+        # Use functions, not methods: a bound method in the cache would keep this object and its memory alive until the
+        # next garbage collection.
         kept = functools.lru_cache(max(4096, 512 * layout.world_size))
 
         def in_zone(rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The collectives of a node, as programs over a shared segment.
 
-A program is a generator. It yields (phase, count) when it needs every other rank to have signalled that phase that
-often; `queue` decides whether to wait or to come back later. Programs of one transport run one after the other, in the
-order of the calls, on every rank.
+A program is a generator. It yields (phase, count) when every other rank must have signalled this phase `count` times
+before it continues; `queue` decides whether to wait or to come back later. Programs of one transport run one after the
+other, in the order of the calls, on every rank.
 
 `ProgramContext` has the primitives that programs are made of; `PROGRAMS` lists the programs by collective.
 
@@ -77,37 +77,38 @@ class Call:
     """One collective of this rank, while it runs.
 
     Args:
-        checked: The call as it was made, checked.
+        checked: The call, after the check of its arguments.
 
     Attributes:
         number: The call's number, from 0, among the calls of one transport.
-        kind: Its name, one of `header.COLLECTIVES`.
+        kind: The collective's name, one of `header.COLLECTIVES`.
         arithmetic: How values are combined; None if they aren't.
-        source: The only rank whose data counts; -1: all ranks' data counts.
+        source: The only rank whose data is used; -1: all ranks' data is used.
         receiver: The only rank that gets the result; -1: all ranks get it.
         flat: [numel], contiguous: this rank's input; also its output if `out` is the same tensor. In a scatter, on
-            ranks other than the source, only its length counts.
+            ranks other than the source, only the length matters.
         address: Address of `flat`'s first element.
         num_bytes: Size of `flat`.
         out: [...], contiguous, flat: this rank's output.
         packed: The fingerprint.
         place: Offset of `flat` in this rank's zone; None if it is elsewhere.
-        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to,
-            and expects from, each other; None if all numbers are equal.
+        splits: [world_size, 2, world_size], int64, read when the program starts: the numbers of elements that each rank
+            sends to, and expects from, each other rank; None if all numbers are equal.
         beside: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
         row: This rank's row for the divisor; None: no rank has one.
-        divisor: The divisor of the result; None: it isn't divided. If ranks have rows it is known when all have
+        divisor: The divisor of the result; None: it isn't divided. If ranks have rows, it is known when all ranks have
             arrived.
         back: (to, from): a copy to make at the end if the caller's tensor isn't contiguous.
         is_eager: The data is in the slot when the rank signals that the call has begun.
-        is_inference: The result may be written only in torch's inference mode, in any thread.
-        slot: The number of the slot that it uses.
-        is_staged: This rank has staged its first chunk.
-        all_ready: Every rank had staged its first chunk when it arrived, and was done with all earlier calls. Known
-            when all have arrived.
-        places: By rank, the offset of its tensor in its zone; None if the tensor has to be copied. Known when all have
-            arrived. A program whose result would overwrite a tensor that another rank still reads sets all to None, and
-            so uses slots. It sets `place` to None, too, if its own result may not be written in the zone.
+        is_inference: Whether the result may be written only in torch's inference mode, in any thread.
+        slot: The number of the slot that the call uses.
+        is_staged: Whether this rank has staged its first chunk.
+        all_ready: Whether every rank, when it arrived, had staged its first chunk and was done with all earlier calls.
+            Known when all have arrived.
+        places: For each rank, the offset of its tensor in its zone; None if the tensor has to be copied. Known when all
+            have arrived. If the result would overwrite a tensor that another rank still reads, the program sets all
+            places to None, and so uses slots. It sets `place` to None, too, if this rank's result may not be written in
+            the zone.
         head: The call header that this rank shows to the others.
     """
 
@@ -155,17 +156,17 @@ _Programs = tuple[
 
 _memmove = ctypes.memmove
 _MAX_AGREED = 1024
-SLOTS_AT_ONCE = 4  # so many slots become free together
+SLOTS_AT_ONCE = 4  # number of slots that become free together
 _NO_PLACE = pack_place(None)
 
 
 class _Shown(NamedTuple):
-    """Where a rank shows its data of a call: see `segment`.
+    """Addresses at which a rank shows its data of a call: see `segment`.
 
     Attributes:
-        eager: Address of the slot for its tensor.
-        beside: Address of the numbers beside it.
-        begin: First byte of its call header.
+        eager: Address of the slot for the rank's tensor.
+        beside: Address of the numbers beside the tensor.
+        begin: First byte of the rank's call header.
         end: One past the last byte that ranks compare.
         number: Index of the word with the call's number.
         row: Index of the first double of the rank's row.
@@ -202,8 +203,9 @@ class ProgramContext:
         arena: This rank's zone.
         rank: This rank.
         world_size: Number of ranks.
-        num_chunks: Number of chunks of earlier calls; the next chunk uses the slot after theirs.
-        part_of: Number and transport of the outer call that the next calls are a part of; None: there is no outer call.
+        num_chunks: Number of chunks of all earlier calls, which determines the next chunk's slot.
+        part_of: Number and transport of the outer call of which the next calls are a part; None: there is no outer
+            call.
     """
 
     def __init__(self, segment: Segment, counters: ProgressCounters, *, rank: int, world_size: int, name: str) -> None:
@@ -217,9 +219,9 @@ class ProgramContext:
         self._name = name
         self.views = Views(segment)
         self.scratch = Scratch()
-        # By slot and rank: where the rank shows its data of a call in that slot.
+        # Addresses of each rank's data, by slot and rank.
         self._slots = [[_Shown.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
-        # By the call headers of all ranks: their places, and whether all are ready.
+        # Results of `_agree`, by the call headers of all ranks: places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self.num_chunks = 0
         self._has_chunks = False  # whether this rank's chunk slots have memory
@@ -227,18 +229,18 @@ class ProgramContext:
     # ------------------------------------------------------------------ the beginning of a call
 
     def count_to_arrive(self, number: int) -> int:
-        """How often all ranks must signal FINISHED before a call may use its slot; 0: it may use it at once.
+        """The number of FINISHED signals of all ranks after which a call may use its slot; 0: the slot is free.
 
-        Slots become free `SLOTS_AT_ONCE` at a time, so only one of so many calls has to wait.
+        Slots become free `SLOTS_AT_ONCE` at a time, so only one in `SLOTS_AT_ONCE` calls has to wait.
         """
         return 0 if number % SLOTS_AT_ONCE else max(0, (number - NUM_SLOTS) // SLOTS_AT_ONCE + 1)
 
     def has_slot(self, number: int, *, takes: bool) -> bool:
-        """Whether all ranks, this one included, have finished the call that used the same slot before.
+        """Whether all ranks, including this one, have finished the call that used the same slot before.
 
         Args:
             number: Number of the call that needs the slot.
-            takes: Take the other ranks' signals. If False, only signals taken before count.
+            takes: Whether to take the other ranks' signals. If False, only signals taken before are counted.
         """
         if number % SLOTS_AT_ONCE:
             return True
@@ -253,7 +255,7 @@ class ProgramContext:
 
         Args:
             call: The call that arrives.
-            is_next: All earlier calls of this rank are done.
+            is_next: Whether all earlier calls of this rank are done.
         """
         segment, shown = self.segment, self._slots[call.slot][self.rank]
         is_ready = False
@@ -277,7 +279,7 @@ class ProgramContext:
         self.counters.signal(Phase.ARRIVED)
 
     def begin(self, call: Call) -> None:
-        """Read and compare all ranks' call headers and read their rows and numbers, when all have arrived.
+        """Called when all ranks have arrived: read and compare their call headers, and read their rows and numbers.
 
         Raises:
             MismatchError: The ranks make different calls.
@@ -339,11 +341,11 @@ class ProgramContext:
     # ------------------------------------------------------------------ primitives of programs
 
     def eager_data(self, call: Call) -> list[Tensor]:
-        """[numel] of every rank: the data of an eager call."""
+        """Every rank's data of an eager call: [numel] each."""
         return self.views.eager(call.slot, call.flat.dtype, call.flat.numel())
 
     def shared_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
-        """[end - begin], elements of a rank's tensor, in memory that all ranks share.
+        """Elements of a rank's tensor, in memory that all ranks share: [end - begin].
 
         Args:
             call: The call.
@@ -362,7 +364,7 @@ class ProgramContext:
         return self.views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
 
     def slot_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
-        """[end - begin], elements of a chunk in a rank's slot. See `shared_view`.
+        """Elements of a chunk in a rank's slot: [end - begin]. See `shared_view`.
 
         Raises:
             ConfigurationError: There isn't enough memory for this rank's slots, which are allocated here.
@@ -376,7 +378,7 @@ class ProgramContext:
         return self.views.common(slot + begin * dtype.itemsize, dtype, end - begin)
 
     def chunk_numel(self, call: Call) -> int:
-        """Elements of one chunk: all of the tensor if no rank's tensor has to be copied."""
+        """Number of elements in a chunk: the whole tensor if no rank's tensor has to be copied."""
         if call.source >= 0:
             in_place = call.places[call.source] is not None
         else:
@@ -384,7 +386,7 @@ class ProgramContext:
         return call.flat.numel() if in_place else CHUNK_BYTES // call.flat.dtype.itemsize
 
     def fill_first(self, call: Call, stage: Stage) -> Program:
-        """Return when every rank has staged its first chunk."""
+        """Stage the first chunk, and wait until every rank has done so."""
         if not call.is_staged:
             stage(self, call, 0)
         if not call.all_ready:
@@ -404,14 +406,14 @@ class ProgramContext:
         return call.flat.nbytes * self.world_size <= CHUNK_BYTES
 
     def count_chunks(self, call: Call) -> int:
-        """How many chunks a call has."""
+        """Number of chunks in a call."""
         return -(-call.flat.numel() // self.chunk_numel(call))
 
     def sync_point(self, call: Call) -> Program:
         """Wait until every rank has reached this point. This rank has finished reading from the others' zones.
 
         Raises:
-            PeerLostError: A rank has left before, so the memory that was read may not have held its tensor any more.
+            PeerLostError: A rank has left before, so the memory that was read may no longer have held its tensor.
         """
         left = [rank for rank in self.ranks if rank != self.rank and self.counters.has_left(rank)]
         if left:
@@ -473,13 +475,13 @@ def _eager_all_to_all(at: ProgramContext, call: Call) -> None:
 def _chunk_by_chunk(
     at: ProgramContext, call: Call, num_chunks: int, stage: Stage, read: Callable[[int], object]
 ) -> Program:
-    """Go through the chunks of a call: every rank stages the next one before it reads this one.
+    """Run through the chunks of a call: every rank stages the next chunk before it reads the present chunk.
 
     Args:
         at: Has the chunk slots. See [Note: three chunks].
         call: The call.
-        num_chunks: How many chunks it has.
-        stage: Copies this rank's part of a chunk into its slot.
+        num_chunks: Number of chunks in the call.
+        stage: Copies this rank's part of a chunk to its slot.
         read: Reads a chunk that all ranks have staged.
     """
     if num_chunks:
@@ -519,7 +521,7 @@ def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) 
 def _all_reduce(at: ProgramContext, call: Call) -> Program:
     """Each rank reduces its slice, zero-copy or chunk by chunk.
 
-    Small tensors in slots are summed whole by every rank.
+    Every rank sums small tensors in slots as a whole.
     """
     if None in call.places:
         yield from (_whole_all_reduce if at.sums_whole(call) else _chunked_all_reduce)(at, call)
@@ -533,7 +535,7 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
 
 
 def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
-    """As `_stage`, without this rank's own slice, which only this rank reads."""
+    """Like `_stage`, without this rank's own slice, which only this rank reads."""
     if call.place is None:
         first, last = at.chunk_bounds(call, chunk)
         begin, end = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)[at.rank]
@@ -575,12 +577,12 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
             outputs = [views[at.rank], *written]
             if call.place is None:
                 views[at.rank] = call.flat[first + begin : first + end]
-                if gets_result:  # now, while the sum is in the cache
+                if gets_result:  # copy now, while the sum is in the cache
                     outputs.append(call.out[first + begin : first + end])
             at.reduce(call, outputs, views, first + begin)
         if chunk + 1 < num_chunks:
             _stage_slices(at, call, chunk + 1)
-        yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)  # has reduced this chunk and staged the next
+        yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)  # this rank has reduced this chunk and staged the next
         if call.place is None and gets_result:
             for owner, (begin, end) in enumerate(slices):
                 if begin < end and owner != at.rank:
@@ -592,7 +594,7 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
 
 
 def _reduce(at: ProgramContext, call: Call) -> Program:
-    # Through the slots, also for tensors in zones: only the receiver's tensor may change.
+    # Use the slots, even for tensors in zones: only the receiver's tensor may change.
     call.place, call.places = None, [None] * at.world_size
     yield from _all_reduce(at, call)
 
@@ -616,7 +618,7 @@ def _all_gather(at: ProgramContext, call: Call) -> Program:
             for rank in (at.rank, *(each for each in at.ranks if each != at.rank)):
                 out = call.out[rank * numel + begin : rank * numel + end]
                 given = call.flat[begin:end] if rank == at.rank else at.shared_view(call, rank, chunk, 0, end - begin)
-                if given.data_ptr() != out.data_ptr():  # this rank's part is often in its place already
+                if given.data_ptr() != out.data_ptr():  # this rank's part is often at its place already
                     out.copy_(given)
 
     yield from _read_chunks(at, call, read)
@@ -710,10 +712,11 @@ def splits_row(splits: tuple[Sequence[int], Sequence[int]]) -> Tensor:
 
 
 def explain_splits(splits: Tensor) -> str | None:
-    """The message if a rank expects another amount than it is sent, or None. Pure, and equal on all ranks.
+    """The message if a rank expects more or fewer elements than it is sent, or None. Pure, and equal on all ranks.
 
     Args:
-        splits: [world_size, 2, world_size]: how much each rank sends to, and expects from, each other.
+        splits: [world_size, 2, world_size]: numbers of elements that each rank sends to, and expects from, each other
+            rank.
     """
     sent, expected = splits[:, 0], splits[:, 1].t()
     wrong = (sent != expected).nonzero()
@@ -729,7 +732,7 @@ def explain_splits(splits: Tensor) -> str | None:
 
 # A call that ranks only compare does nothing; it is short enough to be eager.
 _COMPARED: _Programs = (lambda at, call: None, None, None)
-# By collective.
+# Programs by collective.
 PROGRAMS: Mapping[str, _Programs] = {
     "all_reduce": (_eager_all_reduce, _all_reduce, _stage_summands),
     "broadcast": (_eager_broadcast, _broadcast, _stage),

@@ -1,4 +1,4 @@
-"""How ranks agree to share a segment: they try it, and never rely on an environment variable.
+"""How ranks agree to share a segment: they try it, and don't rely on environment variables.
 
     every rank     sends a description of itself: boot id, namespaces, user, machine, process
     rank 0         makes the segment, and sends its location
@@ -47,7 +47,7 @@ def connect_shared_memory(
     Args:
         control: Carries the few messages of the handshake: the rendezvous store (`StoreGather`), or a transport.
         timeout_s: Deadline for peers to arrive.
-        threads_per_rank: How many threads of a rank are busy while it waits.
+        threads_per_rank: Number of threads of a rank that are busy while it waits.
         seen: Every rank's description (`describe_this_process`); None: ranks exchange their descriptions now.
 
     Returns:
@@ -100,7 +100,7 @@ def _connect_again(transport: SharedMemoryTransport, *, threads_per_rank: int) -
 def describe_this_process() -> dict[str, Any]:
     """Describe the properties of this process that decide whether ranks can share memory.
 
-    Plain data, to be exchanged.
+    The result is plain data that ranks exchange.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return {"problem": f"{platform.system()} has no memfd"}
@@ -150,7 +150,7 @@ def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _tried(make: Callable[[], Segment]) -> tuple[Segment | None, str | None]:
-    """The segment, or the reason why there is none."""
+    """Make a segment: (segment, None), or (None, the reason why there is none)."""
     try:
         return make(), None
     except (OSError, ConfigurationError) as error:

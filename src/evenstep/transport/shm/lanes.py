@@ -1,29 +1,29 @@
-"""Messages between two ranks: each ordered pair has a lane of its own, beside the queue of collectives.
+"""Messages between two ranks: each ordered pair has its own lane, separate from the queue of collectives.
 
 A lane is a ring of records, numbered from 0, which the sender writes and the receiver reads in order. A record is a
-message, or the answer to one that came on the lane of the other direction.
+message, or the answer to a message on the lane of the other direction.
 
     send       A short message is stored in its record. A long one is copied into the sender's zone, unless it is there
                already, and the record has its offset. If the ring is full the record waits in `_outbox`.
     receive    The receiver reads all records that have come, and stores messages that no `receive` matches (`_unread`).
                So messages can be received by source and tag, in any order.
     answer     The receiver copies a long message to its tensor and answers TAKEN; then the sender's memory is free. It
-               answers REFUSED, with the text of an error, if dtype or number of elements differ. Before it leaves it
+               answers REFUSED, with the text of an error, if dtype or number of elements differ. Before it leaves, it
                waits some seconds for room in the ring for its answers.
 
 A short message is sent once its record is in the ring, a long one once the receiver has answered TAKEN. Short messages
-that no `receive` matches stay in the receiver's memory, in any number: the receiver has to read on, because an answer
-to its own long message may come after them. A long message stays in its sender's zone. All of this takes little time
-and happens in the threads that call or wait, or in the process's one thread (`progress`). No collective in the queue
-waits for it.
+that no `receive` matches stay in the receiver's memory, in any number: the receiver has to continue reading, because an
+answer to its own long message may come after them. A long message stays in its sender's zone. All of this takes little
+time and happens in the threads that call or wait, or in the process's one thread (`progress`). No collective in the
+queue waits for it.
 
 [Note: signals of a lane]
 
 Each lane has two semaphores: records written, and records read. Both are taken and counted under `_lanes_lock`, the
-lock of all lanes of this rank, so that no thread takes a signal that another one should count. A rank that has nothing
-to do sleeps on its doorbell, which every other rank rings after each record that it has written or read. Rings aren't
-counted, so it doesn't matter which thread they wake. An exception in the middle of these actions may leave a signal
-uncounted, or a record half written, and so it fails the transport on all ranks.
+lock of all lanes of this rank, so that no thread takes a signal that another thread should count. A rank that has
+nothing to do sleeps on its doorbell, which every other rank rings after each record that it has written or read. Rings
+aren't counted, so it doesn't matter which thread they wake. An exception in the middle of these actions may leave a
+signal uncounted, or a record half written, and so it fails the transport on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from evenstep.transport.shm.sync import (
     take,
 )
 
-_RECORD = struct.Struct("<QqQQBB")  # its number, tag, number of elements, place, kind, dtype; then its data
+_RECORD = struct.Struct("<QqQQBB")  # record number, tag, number of elements, place, kind, dtype; then the data
 _DATA_OFFSET = 64
 SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
@@ -86,8 +86,8 @@ _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
 _LONGEST_FLUSH_S = 5.0
 _FLUSH_EVERY_S = 0.005
-_TURN_S = 0.001  # of messages and of collectives in turn, if both have callbacks
-_SPARE_BYTES = 64 << 20  # kept for reuse: allocating memory for a message takes longer than copying it
+_TURN_S = 0.001  # turn of messages, and then of collectives, if both have callbacks
+_SPARE_BYTES = 64 << 20  # of memory kept for reuse: allocating memory for a message takes longer than copying it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _memmove = ctypes.memmove
@@ -95,13 +95,13 @@ _Result = TypeVar("_Result")
 
 
 class _Incoming(NamedTuple):
-    """A message that has come.
+    """A message that has arrived.
 
     Attributes:
         sender: The rank that has sent it.
-        number: The number of its record.
-        tag: Its tag.
-        place: Its offset in the sender's zone, or `_IN_RECORD`.
+        number: The number of the message's record.
+        tag: The message's tag.
+        place: The message's offset in the sender's zone, or `_IN_RECORD`.
         data: [numel]: the message in the zone or in the record, or a copy of it.
     """
 
@@ -117,14 +117,14 @@ class Message(Pending):
     """A message that this rank sends or receives, from its start to its end.
 
     Attributes:
-        transport: Carries it.
-        flat: [numel], contiguous: the data to send, or the memory to receive into.
+        transport: The transport that carries the message.
+        flat: [numel], contiguous: the data to send, or memory for the received data.
         peer: The other rank; None: the first rank that sends.
-        tag: The tag by which it is matched.
-        is_sent: This rank sends it.
-        source: The rank that has sent it, once it has come.
-        memory: Holds the copy of a long message that is sent.
-        waiting: The state of the wait, from the first check of the other rank on.
+        tag: The tag by which the message is matched.
+        is_sent: Whether this rank sends the message.
+        source: The rank that has sent the message, once it has arrived.
+        memory: Memory of the copy of a long message that is sent.
+        waiting: The state of the wait; set at the first check of the other rank.
         checked_at: The time of the last check.
     """
 
@@ -185,14 +185,14 @@ class Lanes(CallQueue):
         )
         self._doorbells = [doorbell(first, size, r) for r in range(size)]
         self._num_written = [0] * size  # records to each rank
-        self._num_freed = [0] * size  # of those, the number known to be read
+        self._num_freed = [0] * size  # records to each rank that are known to be read
         self._num_read = [0] * size  # records from each rank
-        # By rank, the arguments of `_write` for records that there was no room for.
+        # The arguments of `_write` for records for which there was no room, by rank.
         self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
         self._not_taken: dict[tuple[int, int], Message] = {}  # long messages in flight, by receiver and number
-        self._receives: list[weakref.ref[Message]] = []  # in order; one that its caller has dropped is skipped
+        self._receives: list[weakref.ref[Message]] = []  # in order; receives that the caller has dropped are skipped
         self._unread: list[_Incoming] = []  # messages that no `receive` matches yet, in order
-        self._spare: list[Tensor] = []  # [bytes]: memory of delivered long messages, to be reused
+        self._spare: list[Tensor] = []  # [bytes]: memory of delivered long messages, for reuse
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._own_arguments = Arguments(self.name, rank, size)  # its refusals aren't sent to other ranks
         self._lanes_lock = threading.RLock()
@@ -200,7 +200,7 @@ class Lanes(CallQueue):
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
-        background.register(self)  # last: the background thread may call `help` at once
+        background.register(self)  # register last: the background thread may call `help` at once
 
     # ------------------------------------------------------------------ starting
 
@@ -225,7 +225,7 @@ class Lanes(CallQueue):
         """Receive a tensor from a rank, or (None) from the first rank that sends.
 
         Returns:
-            The message, and the copies (to, from) to make once it has come.
+            The message, and the copies (to, from) to make once it has arrived.
         """
         flat, back = self._own_arguments.flatten(tensor)
         if back is not None:
@@ -263,7 +263,7 @@ class Lanes(CallQueue):
         is_there = not self._segment.has_left(peer)
         if is_there:
             self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
-        self._advance_lanes()  # also if the rank has left: it may have refused a message
+        self._advance_lanes()  # even if the rank has left: it may have refused a message
         return is_there
 
     def _receive(self, message: Message) -> None:
@@ -278,7 +278,7 @@ class Lanes(CallQueue):
     # ------------------------------------------------------------------ moving, under the lock
 
     def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run an action that moves records, under the lock. An exception in it fails all calls and messages."""
+        """Run an action that moves records, under the lock. If it raises, all calls and messages fail."""
         with self._lanes_lock, outside_transforms():
             try:
                 if self._failure is not None:
@@ -378,7 +378,7 @@ class Lanes(CallQueue):
         if message is not None:
             self._receives = [weakref.ref(each) for each in receives if each is not message]
             self._deliver(arrived, message)
-        elif arrived.place == _IN_RECORD:  # a later record will overwrite this one
+        elif arrived.place == _IN_RECORD:  # copy it: a later record will overwrite this one
             self._unread.append(arrived._replace(data=arrived.data.clone()))
         else:
             self._unread.append(arrived)
@@ -396,7 +396,7 @@ class Lanes(CallQueue):
             raise MismatchError(text)
         _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
         if arrived.place != _IN_RECORD:
-            if self._segment.has_left(arrived.sender):  # its memory may have been freed before it was read
+            if self._segment.has_left(arrived.sender):  # the sender's memory may have been freed before it was read
                 raise PeerLostError(
                     f"rank {me} lost rank {sender}, which has given up or closed its end, in {message}."
                 )
@@ -411,7 +411,7 @@ class Lanes(CallQueue):
     def _flush_answers(self, advance: Callable[[], object]) -> None:
         """Write the answers that wait for room, for some seconds at most.
 
-        Without them their receivers report this rank lost.
+        Without these answers, the ranks that wait for them would report that this rank is lost.
         """
         until = time.monotonic() + _LONGEST_FLUSH_S
         while self._has_answers() and time.monotonic() < until:
@@ -448,7 +448,7 @@ class Lanes(CallQueue):
     # ------------------------------------------------------------------ waiting
 
     def _finish_message(self, message: Message, timeout_s: float | None) -> None:
-        """Move records until this message is done."""
+        """Wait for a message: move records until it is done."""
         try:
             counters = self._guarded(lambda: self.counters)  # this reference keeps the memory mapped
             policy = counters.policy
@@ -470,7 +470,7 @@ class Lanes(CallQueue):
     def _sleep(self, message: Message, timeout_s: float) -> None:
         """Sleep until something happens or this message is done.
 
-        One thread sleeps on the doorbell, the others wait for that one.
+        One thread sleeps on the doorbell, the other threads wait for this thread.
         """
         with self._lanes_lock:
             if message.is_done or self._failure is not None:
@@ -492,7 +492,7 @@ class Lanes(CallQueue):
                 self._lanes_changed.notify_all()
 
     def _missing(self, message: Message, counters: ProgressCounters) -> list[int]:
-        """The ranks that a message waits for. If it may come from any rank, these are the ranks that can still send."""
+        """The ranks for which a message waits. If it may come from any rank: the ranks that can still send."""
         if message.peer is not None:
             return [message.peer]
         return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
@@ -501,9 +501,9 @@ class Lanes(CallQueue):
         return counters.has_left(peer) or counters.watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
-        """Raise if the other rank is lost or too late. All calls and messages have failed then.
+        """Raise if the other rank is lost or too late. Then all calls and messages have failed.
 
-        Checks once in `check_every_s`, even if it is called more often.
+        Checks only once in `check_every_s`, even if it is called more often.
         """
         now = time.monotonic()
         if message.waiting is None:
@@ -602,7 +602,7 @@ class Lanes(CallQueue):
             self._spare.clear()
 
     def _name_unread(self) -> None:
-        """Warn of messages that were sent to this rank and not received, and of those that this rank couldn't send."""
+        """Warn of messages to this rank that were not received, and of messages that this rank couldn't send."""
         known_as = self.known_as
         with self._lanes_lock:
             named = [(each.tag, each.data, known_as[each.sender], self.own_number) for each in self._unread]

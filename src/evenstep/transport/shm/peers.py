@@ -1,11 +1,11 @@
-"""The other rank processes of this node: are they alive, and what are they doing?
+"""The other rank processes of this node: whether they are alive, and their heartbeat pages.
 
 [Note: no descriptor for them]
 
 A pidfd per rank would show the end of a process, but cost N - 1 descriptors in every rank. A program that closes
 descriptors that it hasn't opened (`os.closerange`) would then make a living rank look dead, and its next file would get
-the number of a descriptor that we would close. `/proc` gives the same answer without an open descriptor. If no file can
-be opened, signal 0 gives it.
+the number of a descriptor that evenstep would close later. `/proc` gives the same answer without an open descriptor; if
+no file can be opened, signal 0 does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenstep.ground.host.processes import is_running, state_and_start
 
 @dataclass(frozen=True)
 class PeerProcess:
-    """A rank's process. The start time distinguishes it from a later process of the same pid."""
+    """A rank's process. The start time distinguishes it from a later process with the same pid."""
 
     pid: int
     start_ticks: int
@@ -37,7 +37,7 @@ class PeerWatch:
         self._peers = peers
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """The pid of a rank's process."""
         return self._peers[rank].pid
 
     def seen(self, rank: int) -> Heartbeat | None:

@@ -1,9 +1,9 @@
-"""The one thread of a process that advances calls that no other thread waits for.
+"""The one thread of a process that advances calls for which no other thread waits.
 
 A rank may start a call and then wait for something that another rank does only after that call: without this thread
 both would wait for ever. The thread checks twenty times a second while calls are in flight, and sleeps otherwise. It
 completes calls with a callback as soon as possible. For example, torch's DDP starts an all-reduce in the backward pass,
-takes its future, and waits for that in C++, where no code of ours runs.
+takes its future, and waits for the future in C++, where no evenstep code runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import weakref
 from typing import Protocol
 
 _POLL_EVERY_S = 0.05
-_TURN_S = 0.0005  # of one transport with callbacks, if several transports have some
+_TURN_S = 0.0005  # turn of a transport with callbacks, if several transports have callbacks
 _NUM_IDLE_ROUNDS = 20
 
 
 class Attended(Protocol):
-    """A transport: the part of its interface that this thread uses."""
+    """The part of a transport's interface that this thread uses."""
 
     @property
     def has_callbacks(self) -> bool:
         """Whether a call or message has a callback."""
 
     def help(self, seconds: float) -> tuple[bool, bool]:
-        """Advance calls, waiting up to `seconds`.
+        """Advance calls, and wait up to `seconds`.
 
         Returns (whether calls are in flight, whether anything was done). Never raises.
         """
@@ -38,13 +38,13 @@ class Attended(Protocol):
 
 
 class Background:
-    """The thread, started with the first call and ended with the last transport.
+    """The thread that advances calls. It is started with the first call and ended with the last transport.
 
     A callback may start calls and wait for them in C++. So when a callback in this thread starts a call, another thread
     takes over; this thread ends after the callback.
 
     Attributes:
-        is_asleep: A new call has to wake the thread.
+        is_asleep: Whether the thread sleeps, so that a new call has to wake it.
         ident: The thread's identifier.
     """
 
@@ -73,7 +73,7 @@ class Background:
     def stop(self) -> None:
         """End the thread after its current work.
 
-        Also as the process ends: a thread inside C++ would make python abort.
+        Also called when the process ends: a thread inside C++ would make python abort.
         """
         with self._lock:
             thread, self._thread = self._thread, None
@@ -83,7 +83,7 @@ class Background:
             thread.join(timeout=1.0)
 
     def wake(self) -> None:
-        """Have the thread check at once: a call is in flight, or has a callback."""
+        """Make the thread check at once: a call is in flight, or has a callback."""
         with self._lock:
             self.is_asleep = False
             is_in_callback = self.ident == threading.get_ident()
@@ -99,7 +99,7 @@ class Background:
             self._wake.set()
 
     def disown(self) -> None:
-        """Start afresh in a forked child: the transports are the parent's, and the parent's threads don't run here."""
+        """Reset this in a forked child: the transports are the parent's, and its threads don't run in the child."""
         attended = list(self._attended)
         self.__init__()  # type: ignore[misc]
         for transport in attended:

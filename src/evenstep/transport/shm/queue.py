@@ -2,7 +2,7 @@
 
     _start_all   queues calls, and shows them to the other ranks as soon as there is a slot (`_arrive`)
     _advance     runs the first call in the queue as far as the other ranks' progress allows
-    _finish      the same, and waits for ranks that have not come so far (`Work.wait`)
+    _finish      the same, and waits for ranks that are not that far yet (`Work.wait`)
     _step        runs the program of a call (`collectives`) to its next sync point, or to its end
     _fail        ends all calls with an error, because the ranks may be at different points
 
@@ -11,20 +11,20 @@
 The ranks' own threads do the work, when they wait. A call signals the other ranks when it is started; its reduction is
 done in `Work.wait()`, or earlier, when a later call is started and all ranks have arrived. A separate thread would
 compete with the backward pass for the same core. But a rank that first waits for something else must not block the
-others for ever. So the process's one thread (`progress.py`) takes over calls that no thread has waited for within some
+others for ever. So the process's one thread (`progress.py`) takes over calls for which no thread has waited within some
 hundredths of a second. It takes over calls with a callback (`add_done_callback`) at once.
 
 [Note: one driver]
 
 `_lock` is only held for moments: it guards the queue and the identity of the *driver*. Only the driver runs programs,
-and only the driver takes signals and counts them: if one thread took a signal that another thread waits for, the latter
-would sleep on. All other threads wait on `_changed`, each until its own deadline. The driver notifies them whenever a
-call ends, and when it leaves for any reason; then one of them becomes the driver. The driver doesn't hold the lock
-while it runs or sleeps, so starting a call never waits for it; the starting thread shows the call to the other ranks
-itself.
+and only the driver takes signals and counts them: if a thread took a signal for which another thread waits, the other
+would continue to sleep. All other threads wait on `_changed`, each until its own deadline. The driver notifies them
+whenever a call ends, and when it leaves for any reason; then one of them becomes the driver. The driver doesn't hold
+the lock while it runs or sleeps, so starting a call never waits for it; the starting thread shows the call to the other
+ranks itself.
 
-A thread that gives up at its own deadline (`wait(timeout_s)`) leaves the calls as they are. Any other exception may
-come between taking a signal and counting it, so it fails all calls, on all ranks.
+If a thread gives up at its own deadline (`wait(timeout_s)`), the calls continue. Any other exception may come between
+taking a signal and counting it, so all calls fail, on all ranks.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Pending:
     """A call or a message, from its start to its end; see `base.Work`.
 
     Attributes:
-        transport: Runs it.
-        is_done: Its result is there, or the message is sent.
+        transport: The transport that runs the call.
+        is_done: Whether the result is there, or the message is sent.
     """
 
     transport: CallQueue
     is_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; at most `timeout_s`, after which the call goes on."""
+        """See `base.Work.wait`; waits at most `timeout_s`. The call continues after that."""
         try:
             if not self.is_done:
                 self._finish(timeout_s)
@@ -105,9 +105,9 @@ class SharedWork(Pending, Call):
         checked: The call as it was made, checked.
 
     Attributes:
-        has_arrived: The other ranks can read its call header.
-        program: The generator that runs it, once it has begun.
-        waits_for: The (phase, count) that all other ranks have to pass before it can go on.
+        has_arrived: Whether the other ranks can read the call header.
+        program: The generator that runs the call, once it has begun.
+        waits_for: (phase, count): all other ranks have to pass this phase so often before the program can continue.
     """
 
     has_arrived = False
@@ -126,17 +126,17 @@ class SharedWork(Pending, Call):
 
 
 class CallQueue(Transport):
-    """Runs the calls of one rank.
+    """A transport that runs the calls of one rank in order.
 
     Args:
         segment: The shared segment, in which all ranks have signed.
         processes: The rank processes, in order of rank.
         rank: This rank.
-        policy: How to wait for peers, and until when.
-        split_by: Makes what `split` returns.
+        policy: How to wait for peers, and the deadline.
+        split_by: Makes the result of `split`.
 
     Attributes:
-        counters: How far each rank has come, and how long this rank waits.
+        counters: The progress of each rank, and the waits of this rank.
     """
 
     name = "shared memory"
@@ -173,10 +173,10 @@ class CallQueue(Transport):
         self._is_arriving = False
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
-        self._unarrived: collections.deque[SharedWork] = collections.deque()  # the calls at its end without a slot yet
-        # By call or message, the callbacks to run at its end.
+        self._unarrived: collections.deque[SharedWork] = collections.deque()  # calls at its end without a slot
+        # The callbacks to run at the end of each call or message.
         self._listened: dict[Pending, collections.deque[Callback]] = {}
-        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # due now
+        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # callbacks that are due
         self._failure: EvenstepError | None = None
         self._is_closed = False
 
@@ -206,7 +206,7 @@ class CallQueue(Transport):
             if background.is_asleep or background.ident == get_ident():
                 background.wake()
         except BaseException as error:
-            # An interrupt, perhaps between two signals of one arrival. If the call went on, it would send the first
+            # An interrupt, perhaps between two signals of one arrival. If the call continued, it would send the first
             # signal twice.
             if self._failure is None:
                 self._fail(error)
@@ -217,9 +217,10 @@ class CallQueue(Transport):
         """Show started calls to the other ranks, in order, while there are free slots. Under the lock.
 
         Args:
-            takes: Take signals to find free slots. Only the driver may, or any thread if there is no driver.
+            takes: Whether to take signals to find free slots. Only the driver may do so, or any thread if there is no
+                driver.
         """
-        if self._is_arriving:  # called in a signal handler: a call would be shown twice
+        if self._is_arriving:  # inside a signal handler: a call would be shown twice
             self._refuse_inside()
         self._is_arriving = True
         try:
@@ -251,7 +252,7 @@ class CallQueue(Transport):
             drives.
         """
         me = get_ident()
-        if self._driver == me:  # called in a signal handler, while this thread runs a program
+        if self._driver == me:  # inside a signal handler, while this thread runs a program
             self._refuse_inside()
         try:
             with self._lock:
@@ -285,7 +286,7 @@ class CallQueue(Transport):
     def _wait_for_change(self, is_over: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait for a notification. Returns whether `is_over`, or whether there was a notification in time."""
         with self._lock:
-            self._num_waiting += 1  # before `is_over`: the driver reads this number after it has left
+            self._num_waiting += 1  # set before `is_over`: the driver reads this number after it has left
             try:
                 return is_over() or self._changed.wait(timeout_s)
             finally:
@@ -349,10 +350,10 @@ class CallQueue(Transport):
             with torch.inference_mode():
                 return self._step(work, blocking=blocking, until=until)
         context = self._context
-        # Since the call was started torch may have made a result part of a graph, as the functional collectives do.
+        # Since the start of the call, torch may have made a result part of a graph, as the functional collectives do.
         # Autograd would then record this write, or refuse it.
         has_grad = torch.is_grad_enabled()
-        try:  # before gradients are turned off: a signal handler may raise right afterwards
+        try:  # begins before gradients are turned off: a signal handler may raise right afterwards
             if has_grad:
                 set_grad_enabled(False)
             if not work.has_arrived:
@@ -417,7 +418,7 @@ class CallQueue(Transport):
             if work in self._listened:
                 self._call_back(work)
                 if background.ident != get_ident():
-                    background.wake()  # in case this thread waits for another call
+                    background.wake()  # because this thread may wait for another call
             if self._unarrived:
                 self._arrive(takes=True)
             self._tell_waiting()
@@ -427,7 +428,7 @@ class CallQueue(Transport):
     def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
         callbacks = self._listened.setdefault(work, collections.deque())
         callbacks.append(callback)
-        if work.is_done or self._failure is not None:  # it may have ended just now, before it had this callback
+        if work.is_done or self._failure is not None:  # the call may have ended just now, before it had this callback
             self._listened.pop(work, None)
             self._queue_callbacks(work, callbacks)
         else:
@@ -441,8 +442,8 @@ class CallQueue(Transport):
             self._queue_callbacks(work, callbacks)
 
     def _queue_callbacks(self, work: Pending, callbacks: collections.deque[Callback]) -> None:
-        # Without a lock: this rank has two locks, and signal handlers may take them. `popleft` gives each callback to
-        # one thread.
+        # Use no lock: this rank has two locks, and signal handlers may take them. `popleft` gives each callback to one
+        # thread.
         while callbacks:
             with contextlib.suppress(IndexError):
                 callback = callbacks.popleft()
@@ -476,7 +477,7 @@ class CallQueue(Transport):
                 if drove is None and seconds:
                     self._wait_for_change(lambda: self._driver == _NOBODY, seconds)
                 moved = bool(drove)
-        self._run_callbacks()  # the thread that has ended a call may be waiting for a later one now
+        self._run_callbacks()  # the thread that has ended a call may wait for a later call now
         return bool(self._queue), moved
 
     # ------------------------------------------------------------------ failing and closing
@@ -511,7 +512,7 @@ class CallQueue(Transport):
         me = get_ident()
         while self._driver not in (_NOBODY, me):  # the driver notices within some hundredths of a second
             self._wait_for_change(lambda: self._driver in (_NOBODY, me), None)
-        if self._driver == _NOBODY:  # else a signal handler closes this while its thread runs a program
+        if self._driver == _NOBODY:  # else this is inside a signal handler, whose thread runs a program
             del self._context, self._segment, self.counters
         self._run_callbacks()
 
@@ -520,7 +521,7 @@ class CallQueue(Transport):
         return self._split_by(self)
 
     def disown(self) -> None:
-        """See `Attended`: refuse calls, and leave the other ranks alone."""
+        """See `Attended`: refuse calls, without informing the other ranks."""
         self._is_closed = True
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

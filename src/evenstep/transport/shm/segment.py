@@ -1,14 +1,14 @@
-"""The memory that the ranks of one node share: its layout, and how processes create and map it.
+"""The memory that the ranks of one node share: its layout, creation and mapping.
 
 The segment is a file without a name (memfd, mode 0600). The system frees it when the last process that holds it ends,
-in any way, so there is nothing to clean up. Its first part, a megabyte per rank, is allocated at start. The other parts
-cost nothing before they are used: a rank's slots for chunks, its *zone*, in which it allocates bucket memory, and a
-*lane* for each ordered pair of ranks.
+however that happens, so there is nothing to clean up. Its first part, a megabyte per rank, is allocated at start. The
+other parts cost nothing before they are used: a rank's slots for chunks, its *zone*, in which it allocates bucket
+memory, and a *lane* for each ordered pair of ranks.
 
     greeting      a nonce, by which ranks check that they hold the same segment
-    notes         one line of cache per rank: its own copy of the nonce, and whether it has left
+    notes         one cache line per rank: its own copy of the nonce, and whether it has left
     semaphores    see `sync`
-    headers       per rank, `NUM_SLOTS` call headers: the rank's call, and where its tensor is
+    headers       per rank, `NUM_SLOTS` call headers: the rank's call, and its tensor's place
     eager         per rank, `NUM_SLOTS` slots for the data of eager calls
     chunks        per rank, `NUM_CHUNKS` slots for tensors that are copied in chunks
     zones         per rank, its bucket memory
@@ -42,7 +42,7 @@ NUM_SLOTS = 16
 HEADER_BYTES = 192  # a call header (`core.header`), then the rank's row
 ROW_OFFSET = 128
 EAGER_BYTES = 64 << 10
-MAX_BESIDE_BYTES = 16 << 10  # of an eager slot: for numbers beside a tensor of any size
+MAX_BESIDE_BYTES = 16 << 10  # part of an eager slot, for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
 CHUNK_BYTES = 1 << 20
 NUM_RECORDS = 16
@@ -67,36 +67,36 @@ class SegmentLayout:
     zone_bytes: int
 
     def note(self, rank: int) -> int:
-        """The note of a rank: [0:16] the nonce as the rank reads it, [16] whether the rank has left."""
+        """Offset of a rank's note: [0:16] the nonce as the rank reads it, [16] whether the rank has left."""
         return self.notes + rank * NOTE_BYTES
 
     def header(self, rank: int, slot: int) -> int:
-        """A call header of a rank, one of `NUM_SLOTS`."""
+        """Offset of a call header of a rank, one of `NUM_SLOTS`."""
         return self.headers + (rank * NUM_SLOTS + slot) * HEADER_BYTES
 
     def eager_slot(self, rank: int, slot: int) -> int:
-        """A slot of a rank for eager data, one of `NUM_SLOTS`."""
+        """Offset of a rank's slot for eager data, one of `NUM_SLOTS`."""
         return self.eager + (rank * NUM_SLOTS + slot) * EAGER_BYTES
 
     def beside(self, rank: int, slot: int) -> int:
-        """The end of an eager slot, for the numbers beside a call."""
+        """Offset of the end part of an eager slot, for the numbers beside a call."""
         return self.eager_slot(rank, slot) + EAGER_BYTES - MAX_BESIDE_BYTES
 
     def chunk(self, rank: int, slot: int) -> int:
-        """A slot of a rank for a chunk, one of `NUM_CHUNKS`."""
+        """Offset of a rank's slot for a chunk, one of `NUM_CHUNKS`."""
         return self.chunks + (rank * NUM_CHUNKS + slot) * CHUNK_BYTES
 
     def zone(self, rank: int) -> int:
-        """The start of a rank's zone."""
+        """Offset of a rank's zone."""
         return self.common_bytes + rank * self.zone_bytes
 
     def lane(self, sender: int, receiver: int) -> int:
-        """The start of the ring of records from one rank to another."""
+        """Offset of the ring of records from one rank to another."""
         return self.zone(self.world_size) + (sender * self.world_size + receiver) * LANE_BYTES
 
     @property
     def total_bytes(self) -> int:
-        """Length of the file. Nearly all of it is a hole."""
+        """Length of the file, nearly all of which is a hole."""
         return self.lane(self.world_size, 0)
 
 
@@ -104,7 +104,7 @@ def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
     """Lay a segment out. Pure.
 
     Args:
-        world_size: Ranks that share it.
+        world_size: Number of ranks that share it.
         memory_bytes: Memory of the node; no zone can need more.
     """
     notes = NOTE_BYTES
@@ -126,12 +126,12 @@ def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
 
 
 class Mapping:
-    """A stretch of a file in this process's memory, unmapped when its last tensor has been collected.
+    """A range of a file in this process's memory, unmapped when its last tensor has been collected.
 
     Attributes:
-        address: Address of its first byte.
-        num_bytes: Its length.
-        raw: The bytes.
+        address: Address of the first byte.
+        num_bytes: Length of the range.
+        raw: The bytes of the range.
     """
 
     def __init__(self, fd: int, *, offset: int, num_bytes: int, populate: bool = False) -> None:
@@ -140,7 +140,7 @@ class Mapping:
         self.num_bytes = num_bytes
 
     def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """[numel], `offset` bytes from the start; keeps the memory mapped."""
+        """A tensor [numel], `offset` bytes from the start; it keeps the memory mapped."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         # A tensor made in torch's inference mode could not be written outside of that mode.
@@ -149,10 +149,10 @@ class Mapping:
 
 
 class Segment:
-    """A process's hold on a shared segment.
+    """A shared segment, as mapped by this process.
 
     Attributes:
-        layout: The offsets of its parts.
+        layout: The offsets of the segment's parts.
         common: The part that all ranks use, mapped.
         bytes: The common part as bytes.
         words: The common part as unsigned numbers of 8 bytes.
@@ -187,7 +187,8 @@ class Segment:
         """Attach to the segment that another process of this node made.
 
         Raises:
-            OSError: It can't be reached: another namespace or user, or a process that hides its files.
+            OSError: The segment can't be reached: the process is in another namespace, another user's, or hides its
+                files.
         """
         own = open_file(pid, fd)
         if os.fstat(own).st_size != layout.total_bytes:
@@ -200,8 +201,8 @@ class Segment:
         """The descriptor, by which other processes attach.
 
         Raises:
-            PeerLostError: The descriptor is no longer this file's: the program has closed descriptors that it hadn't
-                opened.
+            PeerLostError: The descriptor no longer refers to this file: the program has closed descriptors that it
+                hadn't opened.
         """
         if _file_of(self._fd) != self._file:
             raise PeerLostError(
@@ -212,16 +213,16 @@ class Segment:
 
     @property
     def nonce(self) -> bytes:
-        """The nonce that the segment's maker wrote into it."""
+        """The nonce that the segment's maker wrote to it."""
         return bytes(self.bytes[:NONCE_BYTES])
 
     def sign(self, rank: int) -> None:
-        """Copy the nonce into this rank's note, to show that it holds the same segment."""
+        """Copy the nonce to this rank's note, to show that it holds the same segment."""
         start = self.layout.note(rank)
         self.bytes[start : start + NONCE_BYTES] = self.nonce
 
     def has_signed(self, rank: int, nonce: bytes) -> bool:
-        """Whether a rank has copied the same nonce into its note."""
+        """Whether a rank has copied the same nonce to its note."""
         start = self.layout.note(rank)
         return bytes(self.bytes[start : start + NONCE_BYTES]) == nonce
 
@@ -244,14 +245,14 @@ def _file_of(fd: int) -> tuple[int, int] | None:
 
 
 def _close(fd: int, file: tuple[int, int] | None) -> None:
-    """Close a descriptor if it still is that file's: its number may belong to another file by now."""
+    """Close a descriptor if it still refers to this file: its number may belong to another file by now."""
     if _file_of(fd) == file:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
-    """Name the refused system call in an error: it is the call that a sandbox (seccomp) has to allow."""
+    """Context that names a refused system call in the error: it is the call that a sandbox (seccomp) has to allow."""
     try:
         yield
     except OSError as error:
@@ -259,7 +260,7 @@ def naming(call: str) -> Iterator[None]:
 
 
 def make_file(num_bytes: int) -> int:
-    """The descriptor of a new file, mode 0600, without a name in any directory. All of it is a hole."""
+    """Make a file of mode 0600 without a name in any directory, all of it a hole; returns its descriptor."""
     with naming("memfd_create"):
         fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
     try:
@@ -274,14 +275,14 @@ def make_file(num_bytes: int) -> int:
 
 
 def open_file(pid: int, fd: int) -> int:
-    """A descriptor of a file that another process of this node has open."""
+    """Open a file that another process of this node has open; returns its descriptor."""
     path = f"/proc/{pid}/fd/{fd}"
     with naming(f"open of {path}"):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
-    """Allocate the memory of a stretch of a file, zeroed.
+    """Allocate the memory of a range of a file, zeroed.
 
     Without this, the first access to a page that the node can't provide is a SIGBUS in the middle of a step.
 
@@ -305,12 +306,12 @@ def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
 
 
 def release_range(fd: int, offset: int, num_bytes: int) -> None:
-    """Free the memory of a stretch. It reads as zeros afterwards."""
+    """Free the memory of a range of a file. It reads as zeros afterwards."""
     _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, num_bytes)
 
 
 def available_bytes() -> int:
-    """Free memory: of the node, and of the control groups that limit this process."""
+    """Free memory of the node, within the control groups that limit this process."""
     available = _meminfo("MemAvailable")
     allowed = control_groups.free_memory_bytes()
     return available if allowed is None else min(available, allowed)

@@ -33,12 +33,11 @@ from evenstep.ground.health import heartbeat
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, describe, patience
 from evenstep.transport.shm.peers import PeerWatch
 
-# glibc's and musl's sem_t has 32 bytes. Each gets a cache line of its own, so that two ranks never compete for one
-# line.
+# glibc's and musl's sem_t has 32 bytes. Each gets its own cache line, so that two ranks never compete for a line.
 SEMAPHORE_BYTES = 64
 
 _CLOCK_MONOTONIC = 1
-_POLL_EVERY_S = 1.0  # between checks of missing ranks without waiting: with many ranks a check takes a millisecond
+_POLL_EVERY_S = 1.0  # between checks of missing ranks without waiting: with many ranks, a check takes a millisecond
 
 
 class _TimeSpec(ctypes.Structure):
@@ -55,7 +54,7 @@ sem_trywait = _quick.sem_trywait
 sem_trywait.argtypes = [ctypes.c_void_p]
 _sem_init = _quick.sem_init
 _sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-# A deadline on the wall clock would move whenever that clock is set.
+# Prefer this: a deadline on the wall clock would move whenever that clock is set.
 _HAS_CLOCKWAIT = hasattr(_slow, "sem_clockwait")
 if _HAS_CLOCKWAIT:
     _sem_clockwait = _slow.sem_clockwait
@@ -85,10 +84,10 @@ def take(address: int, timeout_s: float) -> bool:
 class Phase(enum.IntEnum):
     """A point of a call that a rank signals when it has passed it."""
 
-    ARRIVED = 0  # its call has begun: the header, and the data of an eager call, can be read
-    FILLED = 1  # its next chunk of a chunked call can be read
-    REDUCED = 2  # it has written its slice of the result and staged its next chunk; or it has read the data it needed
-    FINISHED = 3  # it reads no more data of this call
+    ARRIVED = 0  # the rank's call has begun: the header, and the data of an eager call, can be read
+    FILLED = 1  # the rank's next chunk of a chunked call can be read
+    REDUCED = 2  # the rank has written its slice of the result and staged its next chunk; or has read its data
+    FINISHED = 3  # the rank reads no more data of this call
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,12 @@ class WaitPolicy:
 
     Attributes:
         timeout_s: Deadline of one wait.
-        spin_s: How long to spin at most before sleeping.
-        min_spin_s: How long to spin at least.
-        num_tries_before_yield: How often to try before the core is yielded between tries.
-        check_every_s: How often to check the missing ranks while asleep.
-        report_stopped_after_s: When to report that a missing rank is stopped.
-        report_missing_after_s: When to report which ranks are missing, in any state.
+        spin_s: The longest time to spin before sleeping.
+        min_spin_s: The shortest time to spin.
+        num_tries_before_yield: Number of tries before the core is yielded between tries.
+        check_every_s: Time between two checks of the missing ranks during sleep.
+        report_stopped_after_s: Time after which to report that a missing rank is stopped.
+        report_missing_after_s: Time after which to report missing ranks, in any state.
     """
 
     timeout_s: float
@@ -119,8 +118,8 @@ class Waiting:
     """The state of a wait.
 
     Attributes:
-        since: When the wait began (`time.monotonic`).
-        is_reported: The missing ranks have been reported.
+        since: Beginning of the wait (`time.monotonic`).
+        is_reported: Whether the missing ranks have been reported.
         until: The extended deadline of a rank that was in a long phase, such as an evaluation (`time.monotonic`).
     """
 
@@ -130,7 +129,7 @@ class Waiting:
 
 
 def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
-    """Plan to spin if every thread has a core of its own; else to yield at once, and soon sleep. Pure.
+    """Plan to spin if every thread has its own core; else to yield at once, and soon sleep. Pure.
 
     Args:
         num_threads: Number of threads of all ranks together.
@@ -143,13 +142,13 @@ def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitP
 
 
 def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
-    """How long to spin next time: longer if spinning was enough this time, shorter if it wasn't. Pure.
+    """Time to spin in the next wait: longer if spinning was enough this time, shorter if it wasn't. Pure.
 
     If cores are shared (more ranks than cores, a busy machine) waits are long, so spinning becomes short.
 
     Args:
-        spin_s: How long to spin this time.
-        waited_s: How long this wait took.
+        spin_s: Time to spin in this wait.
+        waited_s: Length of this wait.
         policy: The limits.
     """
     if waited_s <= policy.spin_s:
@@ -170,7 +169,7 @@ def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
 
 
 def num_semaphores(world_size: int) -> int:
-    """How many semaphores the ranks of one group need. Pure.
+    """Number of semaphores that the ranks of one group need. Pure.
 
     For each ordered pair of ranks: one per phase, and two for their lane (`lanes`). And a doorbell for each rank.
     """
@@ -196,15 +195,15 @@ class ProgressCounters:
         rank: This rank.
         watch: The ranks' processes.
         policy: How to wait.
-        has_left: Whether a rank has failed, or closed its end.
+        has_left: Returns whether a rank has failed, or closed its transport.
         known_as: The ranks' numbers in messages.
 
     Attributes:
         policy: How to wait.
         known_as: The ranks' numbers in messages.
         watch: The ranks' processes.
-        has_left: Whether a rank has failed, or closed its end.
-        num_signals: By phase, how often this rank has passed the phase.
+        has_left: Returns whether a rank has failed, or closed its transport.
+        num_signals: Number of times that this rank has passed each phase.
     """
 
     def __init__(
@@ -268,14 +267,14 @@ class ProgressCounters:
         until: float = math.inf,
         meanwhile: Callable[[], object] | None = None,
     ) -> bool:
-        """Return when every other rank has passed `phase` at least `count` times, or at the time `until`.
+        """Wait until every other rank has passed `phase` at least `count` times, or until the time `until`.
 
         Args:
             phase: The phase.
-            count: How often the others must have passed it.
+            count: The number of times that the others must have passed it.
             what: Describes the call, for errors.
-            until: When to return at the latest (`time.monotonic`). The policy's deadline, at which this raises, is
-                counted from the first wait for the same phase and count.
+            until: The latest time to return (`time.monotonic`). The policy's deadline, at which this raises, is counted
+                from the first wait for the same phase and count.
             meanwhile: Called whenever the missing ranks are checked during sleep.
 
         Returns:
@@ -298,7 +297,7 @@ class ProgressCounters:
         return True
 
     def look_for_lost(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
-        """Raise if a rank that has passed `phase` less than `count` times is lost. Checks at most once a second.
+        """Raise if a rank that has passed `phase` fewer than `count` times is lost. Checks at most once a second.
 
         For a caller that doesn't wait; the deadline is only for callers that wait.
 
@@ -335,11 +334,11 @@ class ProgressCounters:
         return True
 
     def missing(self, phase: Phase, count: int) -> list[int]:
-        """The ranks that have passed `phase` less than `count` times, by the signals taken so far."""
+        """The ranks that have passed `phase` fewer than `count` times, by the signals taken so far."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
     def _still_missing(self, phase: Phase, count: int) -> list[int]:
-        """As `missing`, after taking new signals."""
+        """Like `missing`, after taking new signals."""
         self.all_here(phase, count)
         return self.missing(phase, count)
 
@@ -353,11 +352,11 @@ class ProgressCounters:
         """Raise if one of these ranks is lost or too late; report once that they are missing.
 
         Args:
-            waiting: The state of the wait for them.
+            waiting: The state of the wait for these ranks.
             missing: The ranks.
             what: Describes the call that waits for them, for errors.
-            still_missing: Returns the ranks that are still missing. Called again before anything is raised: a lost rank
-                may have sent its signal just before it ended, and the others may just have been sending theirs.
+            still_missing: Returns the ranks that are still missing. Called before anything is raised: a lost rank may
+                have sent its signal just before it ended, and late ranks may just have sent theirs.
         """
         now = time.monotonic()
         waited_s = now - waiting.since
@@ -380,7 +379,7 @@ class ProgressCounters:
             waiting.is_reported = self._report(missing, what, waited_s)
 
     def _patience(self, missing: Sequence[int]) -> float:
-        """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
+        """Seconds to wait for ranks that evaluate, compile or save, according to their heartbeat pages."""
         timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
         pages = [self.watch.seen(rank) for rank in missing]
         # A rank that waits for others is in another call, so it isn't in a long phase.
@@ -388,9 +387,9 @@ class ProgressCounters:
         return min(known, default=0.0)
 
     def _described(self, ranks: Sequence[int]) -> str:
-        """A description of lost ranks."""
+        """Describe lost ranks, for an error."""
         left = [r for r in ranks if self.has_left(r)]
-        # The rank that gave up may have lost a peer that this rank isn't waiting for. If any rank is dead, name that
+        # The rank that gave up may have lost a peer for which this rank isn't waiting. If any rank is dead, name that
         # one.
         dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]
         state = "whose process has ended" if dead else "which has given up or closed its end"

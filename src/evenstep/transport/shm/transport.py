@@ -15,7 +15,7 @@ from evenstep.transport.shm.segment import EAGER_BYTES
 
 
 class SharedMemoryTransport(Lanes):
-    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class."""
+    """Collectives and messages of the ranks of one node. `connect_shared_memory` makes it."""
 
     _carries = staticmethod(is_carried)
 
@@ -23,14 +23,14 @@ class SharedMemoryTransport(Lanes):
         try:
             work = SharedWork(call)
         except RuntimeError:
-            raise ConfigurationError(  # under such a function no refusal could be sent to the others either
+            raise ConfigurationError(  # raise here: inside such a function no refusal could be sent to the others
                 f"{call.kind} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
                 f"torch.func.grad. Call it outside of them, or through torch.distributed."
             ) from None
         if call.splits is None:
             return self._start_all(work)
         mine = splits_row(call.splits)
-        work.is_eager = False  # the lengths that ranks send are known only when the call begins
+        work.is_eager = False  # the lengths of the parts are known only when the call begins
         work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.splits)
         self.arguments.prepare(gathering)

@@ -2,10 +2,10 @@
 
 [Note: memory that is given back]
 
-glibc gives large blocks back to the kernel as soon as they are freed, and the kernel hands out the next ones page by
-page, filled with zeros, a microsecond for each 4 KiB. A step frees all that it has allocated, so every step pays this
-again: a sixth of the time for a small ResNet, or for a step with separate sums of gradients. With the thresholds below,
-the heap keeps the memory for the next step; blocks of more than 32 MiB are always given back.
+glibc gives large blocks back to the kernel as soon as they are freed. For the next block the kernel fills new pages
+with zeros, a microsecond for each 4 KiB. A step frees everything that it has allocated, so every step pays for this
+again: a sixth of the time of a small ResNet's step, or of a step with separate sums of gradients. With the thresholds
+below, the heap keeps the memory for the next step; blocks of more than 32 MiB are always given back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 def keep_freed_memory() -> bool:
     """Make this process keep up to 256 MiB of unused memory at the end of a heap.
 
-    Does nothing if the user has configured glibc (`MALLOC_TRIM_THRESHOLD_` and others), or with another C library. It
-    can't be undone: glibc adapts both thresholds itself, and stops doing that as soon as they are set.
+    Does nothing if the user has configured glibc (`MALLOC_TRIM_THRESHOLD_` and others), or with another C library. The
+    setting can't be undone: glibc adapts both thresholds itself until they are set.
 
     Returns:
-        Whether the C library has accepted it.
+        Whether the C library has accepted the setting.
     """
     if any(map(is_set, _VARIABLES)):
         return False
@@ -40,9 +40,10 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give unused memory back to the kernel, once: after a large object was freed that won't be needed again.
+    """Give unused memory back to the kernel, once. Call it after freeing a large object that isn't needed again.
 
-    Memory from all parts of the heap; takes some tens of milliseconds at most. With another C library nothing happens.
+    This frees memory in all parts of the heap, and takes some tens of milliseconds at most. With another C library
+    nothing happens.
     """
     trim = libc.function("malloc_trim")
     if trim is not None:

@@ -12,11 +12,11 @@ from typing import Any
 def c_library(*, keeps_gil: bool = False, use_errno: bool = False) -> ctypes.CDLL:
     """All symbols of the libraries that this process has loaded.
 
-    Users share it: a function's `argtypes` are set by the one module that calls it.
+    The result is shared: only one module may call a function of it and set the function's `argtypes`.
 
     Args:
-        keeps_gil: Calls keep the interpreter lock. For functions that can't block: releasing the lock costs more than
-            the call.
+        keeps_gil: Calls keep the interpreter lock. For functions that can't block, because releasing the lock costs
+            more than the call.
         use_errno: Calls leave `errno` for `ctypes.get_errno`.
 
     Raises:

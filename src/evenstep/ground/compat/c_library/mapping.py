@@ -21,16 +21,16 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_file(fd: int, *, num_bytes: int, offset: int = 0, populate: bool = False) -> Any:
-    """A range of a file as an array of bytes (ctypes), shared with all that map it, until nothing refers to it.
+    """Map a range of a file, shared with other processes. Returns bytes (ctypes), mapped until nothing refers to them.
 
     Args:
-        fd: The file's descriptor; not needed afterwards.
+        fd: The file's descriptor; it may be closed afterwards.
         num_bytes: The length of the range.
-        offset: Its beginning, a multiple of the page size.
+        offset: The beginning of the range, a multiple of the page size.
         populate: Load the whole range into memory now.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system refuses the mapping.
     """
     flags = _MAP_SHARED | (_MAP_POPULATE if populate else 0)
     address = _mmap(None, num_bytes, _PROT_READ_WRITE, flags, fd, offset)

@@ -1,10 +1,10 @@
-"""Threads of torch's CPU operations that wait for the next operation in a busy loop.
+"""Ends the threads of torch's CPU operations that wait for the next operation in a busy loop.
 
 [Note: a team that spins]
 
-After an operation in several threads, the threads of its OpenMP team spin for some milliseconds to wait for the next
-operation, and occupy their cores. That is right if the same thread starts the next operation. But if other threads
-compute next, as replicas of a module do, their cores are occupied: a forward pass of 26 ms took 35.
+After an operation in several threads, the threads of its OpenMP team spin for some milliseconds, waiting for the next
+operation, and occupy their cores. That is good if the same thread starts the next operation. But if other threads
+compute next, such as those of a module's replicas, they find the cores occupied: a forward pass of 26 ms took 35 ms.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Flat buckets of gradients.
 
-Reading order: `layout` (which gradient lies where; pure), `bucket` (a bucket's memory; gradients are views of it),
-`launch` (the order in which buckets are sent; pure), `comm_hooks` (torch's protocol for replacing the all-reduce of a
-bucket).
+Reading order: `layout` (each gradient's place; pure), `bucket` (a bucket's memory; gradients are views of it), `launch`
+(the order in which buckets are sent; pure), `comm_hooks` (torch's protocol for replacing the all-reduce of a bucket).
 """

@@ -2,11 +2,10 @@
 
 [Note: gradients that can be differentiated]
 
-After `backward(create_graph=True)` a gradient has a graph. If gradients were copied with their graphs, each step's
-graph would be appended to the views' graph, for as long as the bucket lives. So the bucket's tensor has no graph, and
-the tensor that is put into `p.grad` isn't a view: its value is the mean over ranks, and its derivative is that of this
-rank's own mean. A second pass, such as a penalty's, averages that derivative over ranks, which gives the derivative of
-the mean.
+After `backward(create_graph=True)` a gradient has a graph. If gradients were copied with their graphs, each step would
+append its graph to the views' graph, as long as the bucket lives. So the bucket's tensor has no graph, and the tensor
+that becomes `p.grad` isn't a view: its value is the mean over ranks, and its derivative is that of this rank's own
+mean. A second pass, such as a penalty's, averages that derivative over ranks, which gives the derivative of the mean.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from evenstep.transport.core.transport import Transport
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
-_COARSE_NUMEL = 16 << 10  # gradients with at least this many elements are worth a call each
+_COARSE_NUMEL = 16 << 10  # gradients with at least this many elements get a call each
 
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """The flat tensors of a bucket. If 16-bit gradients are averaged in float32, the mean is rounded once, at the end.
+    """The flat tensors of a bucket. If 16-bit gradients are averaged in float32, only the final mean is rounded.
 
     Attributes:
         flat: [numel], this rank's gradients, in the dtype in which they are sent, added and divided.
@@ -52,20 +51,22 @@ def whole_memory(layout: BucketLayout, dtype: torch.dtype, allocator: Transport)
 
 
 class Bucket:
-    """Gradients of some parameters in one flat tensor, which is sent as a whole.
+    """Gradients of several parameters in one flat tensor, which is sent as a whole.
 
     Args:
-        layout: Which parameter lies where.
-        parameters: All trained parameters: the dense ones in registration order, then the sparse ones.
-        names: Their names, for messages.
+        layout: The place of each parameter.
+        parameters: All trained parameters: those with dense gradients in registration order, then those with sparse
+            gradients.
+        names: The parameters' names, for messages.
         transport: Carries the memory.
-        memory: As `whole_memory` makes it.
+        memory: The bucket's memory, as from `whole_memory`.
 
     Attributes:
-        sent_views: By slot, a view of `flat`, from which the gradient is sent.
-        views: By slot, a tensor to which autograd may add: a view of the mean, or of `flat` where the mean is divided.
-        shown: By slot, the tensor that becomes `p.grad` when the bucket is packed.
-        is_full: All its parameters had a gradient when it was packed.
+        sent_views: For each slot, a view of `flat`, from which the gradient is sent.
+        views: For each slot, a tensor to which autograd may add: a view of the mean, or of `flat` if the mean is
+            sharded.
+        shown: For each slot, the tensor that becomes `p.grad` when the bucket is packed.
+        is_full: Whether all the bucket's parameters had a gradient when it was packed.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Bucket:
         if self.reduced is self.flat and self.mean is not self.flat:
             self.views = views_of(self.mean, layout, self.parameters)
         self.shown: Sequence[Tensor] = self.views
-        # The views' addresses show whether a parameter was moved: torch moves its gradient along with it.
+        # The views' addresses show whether a parameter was moved: torch moves its gradient with it.
         self._addresses_of_views = [view.data_ptr() for view in self.views]
         self.work: Work | None = None
         self.is_full = False
@@ -121,7 +122,7 @@ class Bucket:
         """Make the flat tensor hold this rank's gradients, and set `p.grad` to `shown`.
 
         Gradients that are views of the flat tensor stay in place, and the others are copied in one batch. If a
-        parameter has no gradient its view is zeroed and `p.grad` stays None.
+        parameter has no gradient, its view is zeroed and `p.grad` stays None.
 
         Args:
             divide_by: Divisor of the gradients as they are copied.
@@ -160,7 +161,7 @@ class Bucket:
                     raise self._converted(index) from None
 
     def _converted(self, index: int) -> UsageError:
-        """The error for a parameter whose `p.grad` can't be set to its gradient, by number of its slot."""
+        """The error for a parameter, by number of its slot, whose `p.grad` can't be set to its gradient."""
         now, then = self.parameters[index], self.shown[index]
         return UsageError(
             f"parameter {self.names[index]!r} is {str(now.dtype)[6:]} {list(now.shape)} on {now.device} now, and was "
@@ -176,7 +177,7 @@ class Bucket:
         divide_by: float,
         totals: list[float] | None,
     ) -> None:
-        """Copy gradients into their places in `flat`, and divide all of them, also those that were there already."""
+        """Copy gradients to their places in `flat`, and divide all of them, also those that were there before."""
         if (
             self._is_coarse
             and divide_by == 1.0
@@ -200,8 +201,8 @@ class Bucket:
 
         Args:
             row: See `Collective`.
-            plain: See there.
-            beside: See there.
+            plain: See `Collective`.
+            beside: See `Collective`.
         """
         self._begin_travel()
         kind = "all_reduce" if self.reduced is self.flat else "reduce_scatter"
@@ -209,7 +210,7 @@ class Bucket:
         self.work = self.transport.run(call)
 
     def launch_hook(self, submit: Callable[[Bucket], Work]) -> None:
-        """As `launch`, but a communication hook averages the bucket; `submit` queues it."""
+        """Like `launch`, but a communication hook averages the bucket; `submit` queues the bucket."""
         self._begin_travel()
         self.work = submit(self)
 
@@ -218,7 +219,7 @@ class Bucket:
         self._end_range = begin_range("bucket", self.layout, self.flat)
 
     def wait(self) -> None:
-        """Return when `reduced` holds the sum over ranks (see `Work.wait`). A second call returns at once.
+        """Wait until `reduced` holds the sum over ranks (see `Work.wait`). A second call returns at once.
 
         Raises:
             UsageError: A gradient changed while its bucket was in flight.
@@ -239,8 +240,8 @@ class Bucket:
         """Give every parameter its reduced gradient.
 
         Args:
-            used_anywhere: Whether a parameter (by index) has a gradient on some rank; called only for those without one
-                here. A parameter that no rank used keeps `grad=None`.
+            used_anywhere: Returns whether a parameter (by index) has a gradient on any rank; called only for parameters
+                without a gradient on this rank. A parameter that no rank used keeps `grad=None`.
         """
         for slot, parameter, shown in zip(self.layout.slots, self.parameters, self.shown, strict=True):
             if parameter.grad is None and used_anywhere(slot.parameter):
@@ -249,11 +250,11 @@ class Bucket:
     def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
         """Copy the mean from `reduced` to `mean`, and give gradients with a graph their derivative.
 
-        Gradients that a placeholder hides can't be differentiated.
+        Gradients that a placeholder hides can't be differentiated again.
 
         Args:
-            own_factor: The factor that turns this rank's gradients into their mean; None: `p.grad` doesn't hold all of
-                them.
+            own_factor: The factor by which this rank's gradients become their mean; None: `p.grad` doesn't hold all of
+                this rank's gradients.
         """
         if self.mean is not self.reduced:
             self.mean.copy_(self.reduced)
@@ -262,10 +263,10 @@ class Bucket:
             parameter.grad = _MeanOverRanks.apply(own, parameter.grad, own_factor)  # type: ignore[no-untyped-call]
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
-        """Hold gradients that were reduced in another layout.
+        """Take over gradients that were reduced in another layout.
 
         Args:
-            reduced: One per parameter of the model; None where there is none.
+            reduced: A gradient, or None, for each parameter of the model.
         """
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
             grad = reduced[slot.parameter]
@@ -292,7 +293,7 @@ class Bucket:
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """See [Note: gradients that can be differentiated]."""
+    """Gives the mean over ranks this rank's derivative: see [Note: gradients that can be differentiated]."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, mean: Tensor, own_factor: float | Tensor) -> Tensor:
@@ -311,7 +312,7 @@ def total_of(values: Tensor) -> float:
 
 
 def sum_dtype(values: Tensor) -> torch.dtype:
-    """The dtype of a sum that shows whether all elements are finite: a sum in 16 bits would overflow."""
+    """A dtype in which a sum shows whether all elements are finite: a sum in 16 bits would overflow."""
     return torch.float32 if values.dtype.itemsize < 4 else values.dtype
 
 
@@ -327,7 +328,7 @@ def late_gradient(names: Sequence[str]) -> UsageError:
 def moved_parameter(names: Sequence[str]) -> UsageError:
     """The error for parameters that were converted or moved, so that autograd has new nodes for them.
 
-    Names the first.
+    The message names the first parameter.
     """
     return UsageError(
         f"parameter {names[0]!r} was converted or moved after the model was wrapped, perhaps there and back, or its "
@@ -337,9 +338,9 @@ def moved_parameter(names: Sequence[str]) -> UsageError:
 
 
 def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A view with the parameter's shape, and its strides where these leave no holes (channels_last).
+    """A view with the parameter's shape, and with its strides if these leave no holes (channels_last).
 
-    It shares the flat tensor's memory but has its own version counter, which shows which view has changed.
+    It shares the flat tensor's memory but has its own version counter, so that a change of one view can be noticed.
     """
     # `empty_like` keeps a tensor's strides only if the tensor fills its memory without holes and overlap.
     stride = torch.empty_like(parameter, device="meta").stride()
@@ -349,12 +350,12 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def views_of(flat: Tensor, layout: BucketLayout, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """By slot, a view with the parameter's shape of a tensor that is laid out like the bucket; see `view_like`."""
+    """For each slot, a view, in the parameter's shape, of a tensor laid out like the bucket; see `view_like`."""
     return [view_like(flat, slot.offset_numel, each) for slot, each in zip(layout.slots, parameters, strict=True)]
 
 
 def begin_range(what: str, layout: BucketLayout, travels: Tensor) -> Callable[[], None]:
-    """Begin a range of the profile, in which a bucket is in flight; returns the function that ends the range."""
+    """Begin a profile range in which a bucket is in flight; returns the function that ends the range."""
     if not is_profiled():
         return _nothing
     details = {"Bucket": layout.index, "Bytes": travels.nbytes}
@@ -362,4 +363,4 @@ def begin_range(what: str, layout: BucketLayout, travels: Tensor) -> Callable[[]
 
 
 def _nothing() -> None:
-    """Do nothing: no profile runs."""
+    """Do nothing, because no profile runs."""

@@ -24,17 +24,17 @@ from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.world import World
 
-# torch's hooks that make exactly one collective per bucket. After it all ranks have the same gradients, even if a hook
-# keeps other state on each rank.
+# torch's hooks that make exactly one collective per bucket. Afterwards all ranks have the same gradients, even if the
+# hook's state differs between ranks.
 AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 @dataclass(frozen=True)
 class CommHook:
-    """A hook and the state that it is called with.
+    """A hook and its state.
 
     Attributes:
-        state: Whatever the hook keeps between buckets; often a process group, or None for the default one.
+        state: The hook's state between buckets; often a process group, or None for the default group.
         function: Called with the state and a bucket; returns a future of the averaged tensor.
     """
 
@@ -59,7 +59,7 @@ class CommHook:
         return device.type == "cpu" and self.function not in AVERAGING
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
-        """The policy by which buckets for this hook are next laid out. Pure.
+        """The policy by which the buckets for this hook are laid out. Pure.
 
         A small first bucket lets the exchange begin early. But if buckets are sent one at a time, with several round
         trips each, it only delays the buckets after it.
@@ -72,7 +72,7 @@ class CommHook:
     def start(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Call the hook on a bucket that is complete."""
         future = self.function(self.state, HookBucket(bucket, is_last=is_last))
-        if not isinstance(future, Future):  # what c10d makes; torch.futures.Future derives from it
+        if not isinstance(future, Future):  # the base class, which c10d returns; torch.futures.Future derives from it
             raise ConfigurationError(
                 f"the communication hook returned a {type(future).__name__}; it must return a torch.futures.Future of "
                 f"the averaged tensor."
@@ -85,9 +85,9 @@ class HookOrder:
 
     A hook such as PowerSGD continues in the callbacks of its own collectives. On a CPU the backend's threads run these
     callbacks. With two buckets in flight, two ranks may start the second collectives of the two buckets in different
-    orders, and then wait for each other for ever. So a bucket's hook is called only when the bucket before it has its
-    result. On a GPU the stream queues callbacks in order, so all hooks are called at once. The same holds for torch's
-    hooks that make exactly one collective: their order is that of the buckets.
+    orders, and then wait for each other for ever. So a bucket's hook is called only when the hook of the bucket before
+    it has its result. On a GPU the stream queues callbacks in order, so all hooks are called at once. torch's hooks
+    that make exactly one collective are called at once, too: their collectives have the buckets' order.
 
     The time at which a bucket is done differs between ranks. If each model had its own order, one rank would start
     model A's next bucket before model B's, and another rank after it. So all models share one order. Models that two
@@ -132,7 +132,7 @@ class HookOrder:
                 self._running.begin()
 
     def advance_to(self, work: HookWork) -> None:
-        """Start a work. Works before it, perhaps of another model, are awaited first."""
+        """Start a work, after waiting for the works before it, which may be another model's."""
         self.advance()
         while not work.has_begun:
             running = self._running
@@ -156,7 +156,7 @@ def hook_order(world: World) -> HookOrder:
 
 
 class HookWork:
-    """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
+    """The call of a hook on one bucket, running or waiting for its turn; has the interface of a transport's `Work`."""
 
     def __init__(self, order: HookOrder, hook: CommHook, bucket: Bucket, *, is_last: bool) -> None:
         self.bucket = bucket
@@ -181,7 +181,7 @@ class HookWork:
             raise self._error
 
     def wait(self) -> None:
-        """Return when the bucket's memory holds the hook's result."""
+        """Wait until the bucket's memory holds the hook's result."""
         self._order.advance_to(self)
         try:
             self.raise_if_failed()
@@ -202,7 +202,7 @@ class HookWork:
         return self._future is not None or self._error is not None
 
     def await_hook(self) -> None:
-        """Return when the hook has its result or has failed."""
+        """Wait until the hook has its result or has failed."""
         if self._future is not None:
             with contextlib.suppress(Exception):  # as in `begin`
                 self._future.wait()
@@ -220,7 +220,7 @@ class HookWork:
         )
 
     def is_completed(self) -> bool:
-        """Whether the hook has given its result."""
+        """Whether the hook has its result."""
         return self._error is not None or (self._future is not None and bool(self._future.done()))
 
 
@@ -241,7 +241,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the buffer by another tensor of the same length, such as a compressed one."""
+        """Replace the buffer by another tensor of the same length, such as a compressed tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

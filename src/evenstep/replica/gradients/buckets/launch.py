@@ -1,19 +1,19 @@
-"""When a bucket may be launched: in order of its index, because ranks match collectives by order. Pure."""
+"""The order in which buckets are launched: by index, because ranks match collectives by order. Pure."""
 
 from __future__ import annotations
 
 
 class LaunchOrderError(AssertionError):
-    """A bucket was completed twice, or a pass ended twice: a bug of evenstep's own."""
+    """A bucket was completed twice, or a pass ended twice: a bug in evenstep."""
 
 
 class LaunchOrder:
     """Decides which buckets of a backward pass to launch next.
 
-    A bucket that is complete before its turn waits until those before it have been launched.
+    A bucket that is complete before its turn waits until the buckets before it have been launched.
 
     Args:
-        num_buckets: How many there are.
+        num_buckets: Number of buckets.
         keeps_last: Launch the last bucket only when the pass has ended: the header is sent with it.
 
     Attributes:
@@ -28,7 +28,7 @@ class LaunchOrder:
         self._is_finished = False
 
     def complete(self, bucket: int) -> range:
-        """Note that a bucket has all its gradients. Returns the indices to launch now, in order."""
+        """Record that a bucket has all its gradients. Returns the indices to launch now, in order."""
         if bucket < self.num_launched or bucket in self._complete:
             raise LaunchOrderError(f"bucket {bucket} is complete for the second time: {self!r}")
         self._complete.add(bucket)
@@ -40,7 +40,7 @@ class LaunchOrder:
         return range(begin, end)
 
     def finish(self) -> range:
-        """End the pass: parameters without a gradient now were not used.
+        """End the pass: parameters that have no gradient now were not used.
 
         Returns the indices of the remaining launches.
         """

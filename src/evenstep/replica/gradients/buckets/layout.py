@@ -1,4 +1,4 @@
-"""Which gradient lies where: flat buckets per device and dtype. Pure data, computed once, the same on every rank."""
+"""The place of each gradient, in flat buckets per device and dtype. Pure data, computed once, equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenstep.errors import ConfigurationError
 
 _ALIGNMENT_BYTES = 64  # a cache line, and the alignment of vectorised copies
 
-DEFAULT_FIRST_BUCKET_BYTES = 1 << 20  # small: the first exchange should begin soon after the backward pass has
+DEFAULT_FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first exchange begins early in the backward pass
 DEFAULT_BUCKET_BYTES = 25 << 20
 
 
@@ -20,8 +20,8 @@ class Sharding:
     """How an optimizer's parameters and their gradients are laid out and divided over ranks.
 
     Attributes:
-        owner: Number of the optimizer, unique within a model; its parameters share no bucket with another optimizer's.
-        frees_gradients: A bucket has its memory only during the exchange; only the shard stays.
+        owner: Number of the optimizer, unique within a model; parameters of two optimizers share no bucket.
+        frees_gradients: Whether a bucket has its memory only during the exchange, so that only the shard stays.
         reduce_dtype: The dtype in which gradients of real numbers are added; None: the parameters' own.
     """
 
@@ -35,13 +35,13 @@ class ParameterSpec:
     """The properties of a parameter that a layout depends on.
 
     Attributes:
-        name: Its name in the module.
-        shape: Its shape.
-        dtype: Its dtype.
+        name: The parameter's name in the module.
+        shape: The parameter's shape.
+        dtype: The parameter's dtype.
         device: The device of the parameter and its gradient.
-        sharding: How its gradient is divided over ranks, or None.
-        group: Number of its parameter group; parameters of one group are neighbours within a bucket.
-        added_in: The dtype in which gradients are added over ranks, where `sharding` has none; None: `dtype`.
+        sharding: How the gradient is divided over ranks; None: it isn't.
+        group: Number of the parameter group; parameters of one group are neighbours within a bucket.
+        added_in: The dtype in which gradients are added over ranks if `sharding` sets none; None: `dtype`.
     """
 
     name: str
@@ -69,9 +69,9 @@ class BucketPolicy:
     """The sizes of buckets, and the dtype in which they are added.
 
     Attributes:
-        caps_bytes: Caps of the first bucket of each device and dtype, of the second, and so on; the last cap holds for
-            all buckets that follow. Only the last parameter of a bucket may exceed the cap, and only if it begins in
-            the bucket's first half.
+        caps_bytes: The size limits of the first bucket of each device and dtype, of the second, and so on; the last
+            limit applies to all further buckets. Only the last parameter of a bucket may exceed the limit, and only if
+            it begins in the bucket's first half.
         reduce_dtype: The dtype in which gradients of real floating-point parameters are added over ranks; None: the
             parameters' own.
     """
@@ -84,13 +84,13 @@ class BucketPolicy:
             raise ConfigurationError(f"buckets of {self.caps_bytes} bytes: caps must be greater than 0.")
 
     def cap_bytes(self, turn: int) -> int:
-        """Cap of a bucket, by its number among the buckets of its device and dtype."""
+        """The size limit of a bucket, by its number among the buckets of its device and dtype."""
         return self.caps_bytes[min(turn, len(self.caps_bytes) - 1)]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter's gradient lies in its bucket.
+    """The place of one parameter's gradient in its bucket.
 
     Attributes:
         parameter: Index of the parameter in registration order.
@@ -107,7 +107,7 @@ class Slot:
 class BucketLayout:
     """One flat tensor that travels as a whole: [numel], padding included.
 
-    A bucket with a `sharding` has a length that the number of ranks divides.
+    The length of a bucket with a `sharding` is a multiple of the number of ranks.
     """
 
     index: int
@@ -140,9 +140,9 @@ def plan_layout(
 
     Args:
         specs: The parameters in registration order.
-        order: A permutation of their indices, earliest gradient first.
-        policy: Sizes.
-        num_shards: Into how many equal shards buckets with a `sharding` are divided.
+        order: A permutation of the parameters' indices, earliest gradient first.
+        policy: Sizes and dtype of buckets.
+        num_shards: Number of equal shards into which buckets with a `sharding` are divided.
     """
     assert sorted(order) == list(range(len(specs))), "an order names every parameter once"
     open_buckets: dict[tuple[object, ...], _OpenBucket] = {}
@@ -191,10 +191,10 @@ class _OpenBucket:
         self.last_turn = 0
 
     def has_room(self, numel: int, itemsize: int) -> bool:
-        """Whether another parameter belongs into this bucket. All parameters of a bucket are added in one dtype.
+        """Whether another parameter fits in this bucket. All parameters of a bucket are added in one dtype.
 
-        A bucket that is at least half empty also accepts a parameter that exceeds its cap. Otherwise a bias with a
-        large weight after it would be sent in a bucket of its own, and the weight would wait for the parameters after
+        A bucket that is at least half empty also accepts a parameter that exceeds its cap. Otherwise a bias that is
+        followed by a large weight would be sent in its own bucket, and the weight would wait for the parameters after
         it.
         """
         is_half_empty = 2 * self.numel * itemsize < self.cap_bytes

@@ -1,4 +1,4 @@
-"""Common base of exchanges over several ranks: a header ends each window, and weights have one scale on all ranks."""
+"""Base class of exchanges over several ranks: a header ends each window, and weights have one scale on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evenstep.replica.gradients.window import Window
 
 
 class AcrossRanks(Exchange):
-    """An exchange over several ranks, without the exchange of the gradients themselves.
+    """Everything of an exchange over several ranks except the exchange of the gradients.
 
     Args:
         trained: The parameters whose gradients are exchanged.
@@ -29,7 +29,7 @@ class AcrossRanks(Exchange):
         self._world, self._transport, self._control = trained.world, trained.transport, trained.control
         self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self._header = Header(len(trained.parameters), device, trained.observers)
-        self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
+        self._was_weighted: bool | None = None  # the last window; None: unknown, as always on a GPU
         self._used = self._all_used = [True] * len(trained.parameters)
 
     def _scale_weights(self, dtypes: Iterable[torch.dtype], *others: Callable[[float], object]) -> None:
@@ -37,7 +37,7 @@ class AcrossRanks(Exchange):
 
         Args:
             dtypes: The dtypes in which gradients are accumulated and added.
-            others: Functions that rescale gradients of the open window that aren't in `p.grad`.
+            others: Functions that rescale those gradients of the open window that aren't in `p.grad`.
         """
         parameters = self._parameters  # a reference to `self` would keep a replaced exchange's buckets alive
 
@@ -73,7 +73,7 @@ class AcrossRanks(Exchange):
         self._header.read()
 
     def _note_kind(self, window: Window) -> None:
-        """Record the window's kind. Collective if the kind has changed and a rank had no pass, which all ranks know.
+        """Record the window's kind. Collective if the kind has changed and a rank had no pass (all ranks know this).
 
         A rank without a pass has treated the gradients left in `p.grad` as the previous kind requires.
         """

@@ -2,12 +2,12 @@
 
 [Note: one order]
 
-A loss may go through several wrapped models. A rank with samples launches the buckets of both as they fill; a rank
-whose share is empty launches first all of the one, then all of the other. Each model has a transport of its own, so on
-the CPU both orders work. On a GPU two transports are two communicators that share the GPU's queues. If ranks begin the
-communicators' calls in different orders they may wait for each other for ever. So on a GPU all ranks launch the buckets
-of all models but the first when the pass has ended. The first model is the one that `evenstep.backward` names first, or
-else the one whose outputs the pass reaches first.
+A loss may go through several wrapped models. A rank with samples launches the buckets of both as they fill. A rank
+whose share is empty launches all buckets of one model, and then all of the other. Each model has its own transport, so
+on the CPU both orders work. On a GPU two transports are two communicators that share the GPU's queues. If ranks begin
+the communicators' calls in different orders, they may wait for each other for ever. So on a GPU all ranks launch the
+first model's buckets during the pass, and those of all other models when the pass has ended. The first model is the one
+that `evenstep.backward` names first, or else the one whose outputs the pass reaches first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AllReduceExchange(AcrossRanks):
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
-        # The header is sent beside the last bucket: ranks that share memory synchronise once less.
+        # The header is sent in the same call as the last bucket: ranks that share memory synchronise once less.
         self._is_beside = self.hook is None and len(layout.buckets) > 0
         self._launches = LaunchOrder(len(layout.buckets), keeps_last=self._is_beside)
         # A hook may resize the memory that it gets, and memory of a transport's allocator may not allow that.
@@ -80,7 +80,7 @@ class AllReduceExchange(AcrossRanks):
         return Bucket(layout, self._parameters, self._names, self._transport, memory)
 
     def last_pass_begins(self, window: Window) -> None:
-        """See `Exchange`. Collective if there is a hook: hooks get means, so the sum of weights is needed."""
+        """See `Exchange`. Collective if there is a hook: hooks get means, which need the sum of weights."""
         if self.hook is not None:
             self._open()
             self.scale.start_total(window)
@@ -99,7 +99,7 @@ class AllReduceExchange(AcrossRanks):
 
     @property
     def _launches_at_end(self) -> bool:
-        """Whether buckets are launched only when the pass has ended: before, peers may wait for this rank elsewhere.
+        """Whether buckets are launched only when the pass has ended: earlier, peers may wait for this rank elsewhere.
 
         See [Note: one order]. Three more facts matter with a hook. The weights of all ranks are awaited before a bucket
         is handed to a hook. If a loss goes through several models, a rank without samples sends the weights of one
@@ -117,13 +117,13 @@ class AllReduceExchange(AcrossRanks):
         if self.hook is not None:
             self.scale.start_total(window)
         launches = list(self._launches.finish())
-        # A rank that has left a join sends no header beside a bucket.
+        # A rank that has left a join can't send the header together with a bucket.
         last = self.buckets[launches.pop()] if self._is_beside and self.uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
         scale = self.scale.end_window(window.kind)
-        if isinstance(window.weight, Tensor):  # as in `_pack`, for gradients that are in no bucket
+        if isinstance(window.weight, Tensor):  # as in `_pack`, but for gradients that are in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
         self._used = self._used_here()
@@ -158,7 +158,7 @@ class AllReduceExchange(AcrossRanks):
             self.uneven.end_window()
 
     def _own_factor(self, window: Window, scale: float) -> float | Tensor | None:
-        """See `Bucket.unpack`. Virtual ranks, except the last one, have left sums without graphs."""
+        """See `Bucket.unpack`. Virtual ranks, except the last, have left sums without graphs."""
         if self._ending.sums_first:
             return None
         if window.kind is not Kind.WEIGHTED:
@@ -207,7 +207,7 @@ class AllReduceExchange(AcrossRanks):
         self._launches.reset()
 
     def announce(self) -> None:
-        """See `Exchange`: before the first collective of a window."""
+        """See `Exchange`. Called before the first collective of a window."""
         if self.uneven is not None:
             self.uneven.announce()
 
@@ -240,7 +240,7 @@ class AllReduceExchange(AcrossRanks):
         is_small = bucket.overflows and self.hook is None and window.kind is not Kind.WEIGHTED
         bucket.pack(self._world.world_size if is_small else 1.0, totals)
         if isinstance(window.weight_held, Tensor):
-            # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
+            # On a GPU a weight isn't read, so a window of weight 0 wasn't recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
         if self.hook is not None and window.kind is Kind.WEIGHTED:
             self.scale.divide_by_total(bucket.flat)

@@ -1,8 +1,8 @@
 """The exchange of a window's gradients: the interface between `engine` and the code that averages gradients.
 
-`Exchange` itself serves a world of one, where gradients stay where autograd put them: packing buckets that are never
-sent would cost a copy and a call per parameter. `all_reduce.AllReduceExchange` sends buckets to the other ranks, and
-`replica/sharded` shards them over ranks.
+`Exchange` itself serves a world of one. There gradients stay where autograd has stored them: packing buckets that are
+never sent would cost a copy and a call per parameter. `all_reduce.AllReduceExchange` sends buckets to the other ranks,
+and `replica/sharded` shards them over ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Trained:
 
     Attributes:
         names: Names of the parameters, for messages.
-        parameters: Those with dense gradients in registration order, then those with sparse ones.
-        num_dense: How many have dense gradients, which are in buckets.
+        parameters: Parameters with dense gradients in registration order, then parameters with sparse gradients.
+        num_dense: Number of parameters with dense gradients, which are in buckets.
         world: The ranks that take part.
         policy: Sizes and dtype of buckets.
         module_buffers: The module buffers that are sent with the gradients.
-        recorder: Records when passes begin, buckets travel and waits end.
+        recorder: Records when passes begin, buckets are sent and waits end.
         transport: Carries buckets, headers, and the other tensors of the same pass.
         control: Carries messages on the CPU, in order with `transport`'s: see [Note: several wrapped models] in
             `channels`.
         observers: The observers of the model's steps.
-        ending: How its windows end, except in local SGD.
+        ending: How the model's windows end, except in local SGD.
     """
 
     names: list[str]
@@ -61,24 +61,24 @@ class Trained:
 
 
 class Exchange:
-    """The exchange of gradients over ranks; this base class is that of a world of one.
+    """The exchange of gradients over ranks. This base class serves a world of one.
 
     Args:
         parameters: The trained parameters.
-        ending: How their windows end.
+        ending: How windows end.
 
     Attributes:
-        travels: Whether gradients leave the place where autograd puts them.
-        layout: Which gradient lies in which bucket; it has no buckets if nothing is sent.
+        travels: Whether gradients are sent, and leave the place where autograd stores them.
+        layout: Each gradient's place in the buckets; without buckets if nothing is sent.
         buckets: The layout's buckets.
         order: The order of the parameters in the buckets.
         hook: The communication hook that averages buckets instead of the transport, or None.
         scale: The scale of weights, applied before they multiply gradients.
         turn: The model's turn in the running pass.
-        uneven: The model's part in a `Join`, while ranks may leave one by one; else None.
-        takes_every_pass: torch's FSDP2 adds gradients over ranks while autograd runs. So every pass of this rank has to
-            take part: a pass that contributes nothing is muted instead of dropped, and every pass that reaches the
-            module's outputs counts.
+        uneven: The model's part in a `Join` while ranks may leave one by one; else None.
+        takes_every_pass: Whether every pass of this rank has to take part, because torch's FSDP2 adds gradients over
+            ranks while autograd runs. Then a pass that contributes nothing is muted instead of dropped, and every pass
+            that reaches the module's outputs counts.
     """
 
     travels = False
@@ -98,28 +98,28 @@ class Exchange:
     # ------------------------------------------------------------------ while a window runs
 
     def begin_pass(self, kind: Kind, *, travels: bool) -> None:
-        """A pass begins.
+        """Called when a pass begins.
 
         Args:
             kind: The pass's kind.
-            travels: Its gradients are added over ranks; else they stay on this rank for now.
+            travels: Whether the pass's gradients are added over ranks; else they stay on this rank for now.
         """
 
     def when_added(self, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the gradients of the pass that autograd has just ended are in place."""
+        """Call `then` as soon as the gradients of the pass that autograd has just ended are in their places."""
         then()
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
-        """Save gradients from `p.grad` to which autograd can't add, before the first pass of a window.
+        """Before the first pass of a window: save gradients in `p.grad` to which autograd can't add.
 
         Args:
             saved: The window's saved gradients.
-            is_running: The backward pass has begun, so gradients of parameters that the loss uses directly may have
-                come.
+            is_running: Whether the backward pass has begun, so that parameters that the loss uses directly may have new
+                gradients.
         """
 
     def last_pass_begins(self, window: Window) -> None:
-        """Note that the weights of a window are complete on this rank. Collective where weights are needed early."""
+        """Called when the weights of a window are complete on this rank. Collective if weights are needed early."""
 
     def complete(self, bucket: int, window: Window) -> None:
         """Send a complete bucket when its turn comes."""
@@ -147,13 +147,13 @@ class Exchange:
     # ------------------------------------------------------------------ settings
 
     def set_hook(self, hook: CommHook) -> None:
-        """Hand complete buckets to a communication hook, which averages them over ranks."""
+        """Average complete buckets over ranks by a communication hook."""
 
     def set_uneven(self, uneven: Uneven | None) -> None:
-        """Let ranks leave one by one from now on; None: no longer."""
+        """Allow ranks to leave one by one from now on; None: no longer."""
 
     def announce(self) -> None:
-        """Have the ranks that have left take part in this window; once per window."""
+        """Make the ranks that have left take part in this window; once per window."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._parameters)} parameters>"

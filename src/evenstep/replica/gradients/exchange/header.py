@@ -1,7 +1,7 @@
 """The header: the few numbers that are sent with the buckets of one reduction.
 
-To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `conclude`, and have
-`Monitors` make it.
+To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `conclude`, and add it to
+`Monitors`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _Late = tuple[Observer, Any, int, int]  # observer, its `sent`, and begin and en
 class Header:
     """The few numbers that are sent with the buckets of one reduction, added over ranks.
 
-    [:3]  the ranks' rows: weights over the scale of the rank's gradients, windows that were WEIGHTED, and PLAIN
+    [:3]  the ranks' rows: weights divided by the scale of the rank's gradients, WEIGHTED windows, PLAIN windows
     [3:n] the numbers of each observer
-    [n:]  for each parameter, on how many ranks it has a gradient
+    [n:]  for each parameter, the number of ranks on which it has a gradient
 
     [Note: reading late]
 
     Nothing waits for a GPU. If the header is on a GPU, [:n] is copied to the host at the end of each window, and read
     at the end of the next window, when the copy is complete: a rank is at most a window ahead of its GPU. Findings are
-    reported a window late, by all ranks in the same window. Only in the first windows all ranks wait for the header, to
+    reported a window late, by all ranks in the same window. All ranks wait for the header only in the first windows, to
     check the kinds: a script that mixes loss.backward() and model.backward usually does so from the beginning.
 
-    Numbers are written on the host; for a GPU's header this costs one copy that nothing waits for. There are two host
+    Numbers are written on the host; for a GPU's header this costs one copy, for which nothing waits. There are two host
     buffers, used in turns: when the second window after this one is filled, this window's sums have been read, so its
     copy is over.
 
@@ -49,7 +49,7 @@ class Header:
         observers: The model's observers, the same on all ranks; some have numbers in the header.
 
     Attributes:
-        is_late: Whether it is read a window late; see [Note: reading late].
+        is_late: Whether the header is read a window late: see [Note: reading late].
     """
 
     def __init__(self, num_parameters: int, device: torch.device, observers: Sequence[Observer] = ()) -> None:
@@ -64,22 +64,22 @@ class Header:
         self._hosts = [self.tensor]
         if self.is_late:
             self._hosts = [torch.zeros_like(self.tensor, device="cpu", pin_memory=True) for _ in range(2)]
-        # The same memory as an array of C doubles: reading or writing one element of a tensor takes microseconds, and
-        # there are many. The array points into the tensors, so they must never be replaced.
+        # The same memory as an array of C doubles, because reading or writing one element of a tensor takes
+        # microseconds, and there are many. The array points into the tensors, so they must never be replaced.
         self._written: list[Any] = [(ctypes.c_double * numel).from_address(host.data_ptr()) for host in self._hosts]
         self._numbers: Any = None if self.is_late else self._written[0]
         self._coming: tuple[Coming, list[_Late]] | None = None  # the previous window's numbers
         self._num_windows = 0
-        self._flags: list[bool] = []  # as in `_filled`
+        self._flags: list[bool] = []  # used flags, as written in `_filled`
         self._filled: Any = None
 
     def fill(self, window: Window, used: list[bool], *, scale: float = 1.0) -> None:
-        """Write this rank's numbers.
+        """Write this rank's numbers to the header.
 
         Args:
             window: The window that ends.
             used: For each parameter, whether it has a gradient.
-            scale: The scale that weights were divided by before they multiplied this rank's gradients.
+            scale: The scale by which weights were divided before they multiplied this rank's gradients.
         """
         numbers_sent: list[float] = []
         tensors: list[tuple[int, int, Tensor]] = []
@@ -106,7 +106,7 @@ class Header:
             self.tensor[begin:end] = each
 
     def read(self) -> None:
-        """After the sum: let observers judge their numbers; see [Note: reading late].
+        """After the sum: let observers judge their numbers: see [Note: reading late].
 
         Raises:
             UsageError: In the previous window ranks mixed loss.backward() and model.backward. Raised on every rank.
@@ -138,7 +138,7 @@ class Header:
             observer.judge(sent, sums[begin:end])
 
     def kinds(self) -> tuple[int, int]:
-        """After the sum: how many ranks' windows were WEIGHTED, and how many PLAIN.
+        """After the sum: the number of ranks with a WEIGHTED window, and with a PLAIN window.
 
         Reads the tensor, so on CUDA it waits for the device.
 
@@ -162,7 +162,7 @@ class Header:
         return numbers
 
     def num_plain(self) -> float | Tensor:
-        """After the sum: on how many ranks the window was PLAIN; on a GPU 0-dim, without waiting for it."""
+        """After the sum: the number of ranks with a PLAIN window; on a GPU 0-dim, without waiting for it."""
         return self.tensor[2] if self._numbers is None else self._numbers[2]
 
     def divisor(self, plain: float | Tensor) -> float | Tensor:

@@ -1,4 +1,4 @@
-"""Sparse gradients: the rows of an embedding that were used, added over ranks without becoming dense."""
+"""Sparse gradients: the used rows of an embedding, added over ranks without becoming dense."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenstep.transport.core.transport import Transport
 
 
 def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Transport) -> Tensor:
-    """Add a sparse gradient over ranks. Only the rows that some rank has are sent.
+    """Add a sparse gradient over ranks. Each rank sends only the rows that it has.
 
     Collective: every rank calls this for the same parameters, in the same order.
 
@@ -18,7 +18,7 @@ def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, cont
         grad: This rank's gradient, sparse or dense; None if it has none.
         like: The parameter: [num_rows, ...].
         transport: Carries tensors on the gradient's device.
-        control: Carries how many rows each rank has, in order with the model's other calls.
+        control: Carries the number of rows of each rank, in order with the model's other calls.
 
     Returns:
         The sum, sparse and coalesced, equal on all ranks: rows are added in order of rank.

@@ -58,6 +58,7 @@ for x, y in val_loader:
     correct += (model.module(x) == y).sum()
 dist.all_reduce(correct)
 """
+SEEDS = "rank, own = dist.get_rank(), torch.Generator()\nown.manual_seed(1)\ntorch.manual_seed(2 + {})\n"
 SPLIT = "dist.init_process_group('gloo')\na, b = random_split(data, [3, 4]{})\n"
 
 
@@ -66,6 +67,7 @@ SPLIT = "dist.init_process_group('gloo')\na, b = random_split(data, [3, 4]{})\n"
     [
         ("EV101", [(SAMPLER, NODE.format(""))], [(SAMPLER, NODE.format("num_replicas=LOCAL_WORLD, "))]),
         ("EV110", [(INIT, SPLIT.format(""))], [(INIT, SPLIT.format(", generator=own_generator"))]),
+        ("EV110", [(INIT, SEEDS.format("rank") + SPLIT.format(""))], [(INIT, SEEDS.format("1") + SPLIT.format(""))]),
         ("EV401", [(END, f"{MAIN}dist.barrier()\n{END}")], [(END, f"{MAIN}dist.barrier(mine)\n{END}")]),
         ("EV401", [(END, f"{MAIN}dist.reduce(x, 0)\n{END}")], [(END, f"{MAIN}dist.reduce(x, 0, op, group)\n{END}")]),
         ("EV204", [(END, SAVE.format("'a.pt'") + END)], [(END, SAVE.format("f'{rank}.pt'") + END)]),

@@ -30,6 +30,7 @@ class Metrics:
         self._script, self._flow, self._losses = work.script, work.flow, work.losses
         self._divided: Values = frozenset()
         self._added: set[tuple[Node | None, str]] = set()  # sums that are those of all ranks
+        self._left: set[tuple[Node | None, str]] = set()  # sums that stay a rank's own
 
     def average(self, divided: Values) -> None:
         """Have the numbers that are printed or kept be those of all ranks.
@@ -125,8 +126,11 @@ class Metrics:
         if not self.is_alone(node) or self._average(node):
             return []
         if self._losses.kind(node).name == SUM:
-            self._work.add_up(node)
-            return []
+            name = self._script.code(node)
+            is_left = (self._script.scope(name, node), name) in self._left
+            if not is_left:
+                self._work.add_up(node)
+            return [node] if is_left else []
         is_text = isinstance(node, cst.BaseString | cst.Tuple | cst.List | cst.Dict | cst.BinaryOperation) or (
             isinstance(node, cst.Call) and self._work.short(node) in ("format", "str", "round", "dict")
         )
@@ -166,11 +170,13 @@ class Metrics:
             work.note(unknown, f"{text}: this and the counts beside it are from rank 0's samples alone", mark=True)
         for node, kind in added:
             self._average(node.value)
-            if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
+            if kind.name != SUM:
                 continue
             name = script.code(node.target)
-            if isinstance(node.target, cst.Name):
-                self._added.add((script.scope(name, node), name))
+            known = self._added if unknown is None else self._left
+            known.add((script.scope(name, node), name))
+            if unknown is not None:  # a quotient of the two has to be one of the same samples
+                continue
             if self._may_wait(node, loop):
                 work.edits.add(work.edits.after, loop, f"{name} = {work.total.replace('{old}', name)}")
             else:

@@ -164,6 +164,14 @@ def test_numbers_that_are_rank_0s_alone_are_marked(line: str, tmp_path: Path):
     assert "from rank 0's samples alone" in text
 
 
+def test_a_count_beside_a_sum_that_is_not_understood_stays_one_ranks_own(tmp_path: Path):
+    """Their quotient is one of the same samples."""
+    loop = f"{LOOP}        right += 0.5 * measure(model(x), y)\n        n += len(x)\n    print('%.2f (%d)' % (right / n, n))\n"
+    text = after(tmp_path, f"from measures import measure\n{HEAD}right, n = 0.0, 0\n{loop}")
+    assert "exchange" not in text
+    assert "# evenstep convert: right, n: from rank 0's samples alone" in text
+
+
 def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path):
     """A learning rate that differs between ranks, or a step that one of them leaves out."""
     head = "from schedules import scheduler\n"

@@ -236,6 +236,8 @@ def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
             after(tmp_path, HEAD + function + LOOP.replace("model(x)", f"model({noisy})")),
         )
     assert "other noise" not in after(tmp_path, HEAD + function + "start = noise(torch.ones(3))\n" + LOOP)
+    drawn = "for _ in range(9):\n    drawn = torch.rand(2, generator=g)\n"  # the same on all ranks
+    assert "other noise" not in after(tmp_path, f"{HEAD}g = torch.Generator()\n{drawn}{LOOP}")
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -166,8 +166,10 @@ def test_numbers_that_are_rank_0s_alone_are_marked(line: str, tmp_path: Path):
 
 def test_a_count_beside_a_sum_that_is_not_understood_stays_one_ranks_own(tmp_path: Path):
     """Their quotient is one of the same samples."""
-    loop = f"{LOOP}        right += 0.5 * measure(model(x), y)\n        n += len(x)\n    print('%.2f (%d)' % (right / n, n))\n"
-    text = after(tmp_path, f"from measures import measure\n{HEAD}right, n = 0.0, 0\n{loop}")
+    counts = (
+        "        right += 0.5 * measure(model(x), y)\n        n += len(x)\n    print('%.2f (%d)' % (right / n, n))\n"
+    )
+    text = after(tmp_path, f"from measures import measure\n{HEAD}right, n = 0.0, 0\n{LOOP}{counts}")
     assert "exchange" not in text
     assert "# evenstep convert: right, n: from rank 0's samples alone" in text
 

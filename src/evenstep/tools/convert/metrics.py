@@ -86,9 +86,20 @@ class Metrics:
         if kind.name != MEAN or node in self._loops.flowing or not self.is_alone(node) or self._is_in_sum(node):
             return False
         weight = kind.weight or self._loops.num_samples(self._loops.taken_from(node), node)
-        if weight is not None:
-            self._work.average(node, weight)
-        return weight is not None
+        if weight is None or (kind.weight is not None and self._is_bound_again(kind.weight, node)):
+            return False
+        self._work.average(node, weight)
+        return True
+
+    def _is_bound_again(self, weight: str, node: Node) -> bool:
+        """Whether a name of a weight has another value where a mean is shown than where it was computed."""
+        script = self._script
+        shown = script.order(node)
+        computed = max(
+            (script.order(each) for each in self._losses.slice(node) if script.order(each) < shown), default=0
+        )
+        bound = [each for name in re.findall(r"\w+", weight) for each in script.bound(name, node)]
+        return any(computed < script.order(each) < shown for each in bound)
 
     def _is_in_sum(self, node: Node) -> bool:
         """Whether a number is a factor of one that is added up over ranks later: `loss.item() * len(x)`."""
@@ -123,18 +134,22 @@ class Metrics:
 
     def _shown(self, node: Node) -> list[Node]:
         """Have what is shown be the number of all ranks; returns what can't be."""
-        if not self.is_alone(node) or self._average(node):
-            return []
-        if self._losses.kind(node).name == SUM:
-            name = self._script.code(node)
-            is_left = (self._script.scope(name, node), name) in self._left
-            if not is_left:
-                self._work.add_up(node)
-            return [node] if is_left else []
         is_text = isinstance(node, cst.BaseString | cst.Tuple | cst.List | cst.Dict | cst.BinaryOperation) or (
             isinstance(node, cst.Call) and self._work.short(node) in ("format", "str", "round", "dict")
         )
-        return [each for part in self._script.parts(node) for each in self._shown(part)] if is_text else [node]
+        if self.is_alone(node):
+            if self._average(node):
+                return []
+            if self._losses.kind(node).name == SUM:
+                name = self._script.code(node)
+                if (self._script.scope(name, node), name) in self._left:
+                    return [node]
+                self._work.add_up(node)
+                return []
+            if not is_text:
+                return [node]
+        # A text may also show what isn't of a rank's samples.
+        return [each for part in self._script.parts(node) for each in self._shown(part)] if is_text else []
 
     # ------------------------------------------------------------------ what is added up
 

@@ -48,6 +48,8 @@ def seen(run: Scene) -> Seen:
     passes = [each for each in run.evidence.all("backward") if each.places]
     around = [each for each in run.evidence.all("forward") if each["grad"] and not each["wrapped"] and each.places]
     evidence = replicas_differ(run) if passes else ""
-    if evidence:
-        place = around[0].place if run.wrapper and around else passes[0].place
-        yield run.finding(place, evidence)
+    if evidence and run.wrapper and around:
+        mend = "loss = criterion(model(x), y)  # of the wrapper itself, and not of model.module"
+        yield run.finding(around[0].place, f"{evidence}, and this calls the model without its wrapper", mend=mend)
+    elif evidence:
+        yield run.finding(passes[0].place, evidence)

@@ -22,7 +22,6 @@ from evenstep.tools.reading.source import Source
 
 Node = cst.CSTNode
 Statement = cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.BaseCompoundStatement
-Comprehension = cst.ListComp | cst.GeneratorExp | cst.SetComp | cst.DictComp
 
 _EMPTY = cst.Module([])
 # What `from module import *` brings, as far as it matters here.

@@ -334,10 +334,6 @@ class Script:
         ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
         return min((way for way in ways if way is not None), key=len, default=None)
 
-    def in_every_round(self, frame: Frame, loop: Loop) -> bool:
-        """True if a frame is reached in every round of a loop, as far as conditions go."""
-        return self.conditions_until(frame, loop) == []
-
     @functools.cached_property
     def step_calls(self) -> list[Call]:
         """Calls that make an optimizer step."""

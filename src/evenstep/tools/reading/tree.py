@@ -233,11 +233,6 @@ class Loop:
         """What it goes through; None of a `while`."""
         return None if isinstance(self.node, cst.While) else self.node.iter
 
-    @property
-    def is_comprehension(self) -> bool:
-        """True of one that is an expression."""
-        return isinstance(self.node, cst.CompFor)
-
 
 @dataclass(eq=False)
 class Class:

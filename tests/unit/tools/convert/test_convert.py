@@ -242,6 +242,15 @@ def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
 
 # ---------------------------------------------------------------------- what is refused
 
+STEPPING = """\
+class Stepping(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+"""
+
 
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -258,6 +267,14 @@ def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
         (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
         (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
         (("torch.optim.SGD(model.parameters(), lr=0.1)", "None"), "no torch optimizer"),
+        (("torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.SGD(groups)"), "it isn't clear which model"),
+        (
+            (
+                "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+                f"{STEPPING}model = Stepping()\noptimizer = model.optimizer",
+            ),
+            "the model Stepping makes its own optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_left_with_the_reason(change: tuple[str, str], reason: str, tmp_path: Path):

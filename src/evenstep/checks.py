@@ -46,7 +46,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def needs(what: str, package: str, extra: str) -> str:
-    """How to install a missing package: "a plot needs matplotlib: pip install 'evenstep[bench]'".
+    """How to install a missing package: "evenstep doctor needs LibCST: pip install 'evenstep[doctor]'".
 
     The name is in quotes, because a shell expands brackets. The command also works if evenstep was installed from a
     checkout.

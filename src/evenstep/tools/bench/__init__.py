@@ -18,6 +18,6 @@ From records to causes:
     decompose   steps of all ranks in, where the time went out                    pure
     scaling     runs in, efficiency with its spread out                           pure
     findings    causes with their expected gain                                   pure
-    report      `report.json`, tables and the plot
+    report      `report.json`, and tables
     compare     scripts beside each other, in alternating rounds
 """

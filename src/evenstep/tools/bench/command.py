@@ -29,7 +29,7 @@ def scaling(args: Namespace) -> int:
         UsageError: The script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
-    from evenstep.tools.bench.report import MISSING, build_report, can_draw, draw_efficiency, print_report
+    from evenstep.tools.bench.report import build_report, print_report
     from evenstep.tools.bench.runs import measure
 
     host = look_at_host()
@@ -40,16 +40,12 @@ def scaling(args: Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--out {args.out}: {error.strerror}.") from None
-    if not can_draw():
-        say(f"evenstep: {MISSING}")
     for trace in args.out.glob("trace-*"):
         trace.unlink()
     measured = measure(wish, _say, args.out)
     report = build_report(measured, sys.modules["evenstep"].__version__)
     write_report(args.out / "report.json", json.dumps(report, indent=1))
     print_report(report, on_stdout())
-    if can_draw():
-        draw_efficiency(report["curves"], args.out / "efficiency.png")
     print(f"written: {args.out}/report.json and, beside it, traces for Perfetto", flush=True)  # noqa: T201
     return 0
 

@@ -1,4 +1,4 @@
-"""All that was measured: one dictionary (`report.json`), tables on the terminal, and a plot."""
+"""All that was measured: one dictionary (`report.json`), and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evenstep import checks
 from evenstep.checks import counted
 from evenstep.tools.bench.decompose import in_ms
 from evenstep.tools.bench.findings import Case, find, unexplained
@@ -23,7 +20,6 @@ from evenstep.tools.bench.scaling import Point, Spread, curve
 from evenstep.tools.observing.thresholds import WELL
 
 VERSION = 3
-MISSING = checks.needs("a picture", "matplotlib", "bench")
 
 # In the order of a step; what is lost stands above what is used.
 PART_NAMES = {
@@ -41,7 +37,6 @@ CURVE_TITLES = {
     "strong": "Strong scaling: the replicas share one batch",
 }
 _CODE, _KEPT = re.compile("`[^`]+`"), "\0"  # code in a text, and a space in it, at which no line ends
-_CURVE_COLOURS = {"weak": "#2f6db3", "strong": "#e5794a"}
 
 
 def build_report(measured: Measured, version: str) -> dict[str, Any]:
@@ -191,40 +186,6 @@ def nothing_found(report: Mapping[str, Any]) -> str:
             f"see where a step goes, and the notes."
         )
     return f"Nothing costs a tenth of a step {where}: there is nothing to report."
-
-
-def can_draw() -> bool:
-    """Whether there is a matplotlib to draw with."""
-    return find_spec("matplotlib") is not None
-
-
-def draw_efficiency(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Efficiency against replicas, as a PNG: medians, and a band between the quartiles."""
-    # Without pyplot: nothing global is set, and nothing has to be closed.
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(color="#e6e8eb", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    for name, points in curves.items():
-        x = [point["num_replicas"] for point in points]
-        low, median, high = ([point["efficiency"][key] for point in points] for key in ("low", "median", "high"))
-        colour = _CURVE_COLOURS[name]
-        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(x, median, color=colour, marker="o", linewidth=2, label=f"{name} scaling")
-    ticks = sorted({point["num_replicas"] for points in curves.values() for point in points})
-    axes.axhline(1.0, color="#3a3f47", linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, list(map(str, ticks)))
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("efficiency")
-    axes.legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=160, format="png")
 
 
 def _where(curve_name: str, num_replicas: int) -> str:

@@ -118,10 +118,8 @@ class Kept:
         is_whole = bool(targets) and not any(isinstance(each.target, cst.Subscript) for each in targets)
         is_free = script.code(node) not in {*map(script.code, script.inside(value))}
         choices = [each.node for each in script.frames[update].outwards() if each.kind in ("if", "except")]
-        return is_whole and is_free and not any(self._lies_between(update, each, within) for each in choices if each)
-
-    def _lies_between(self, node: Node, around: Node, within: Node) -> bool:
-        return self._script.is_inside(node, around) and self._script.is_inside(around, within)
+        around = [each for each in choices if each is not None and script.is_inside(update, each)]
+        return is_whole and is_free and not any(script.is_inside(each, within) for each in around)
 
     # ------------------------------------------------------------------ what isn't read
 

@@ -271,7 +271,8 @@ class Losses:
     def draws_noise(self, call: cst.Call) -> bool:
         """Whether random numbers are drawn again and again, as for samples: in a loop, a forward pass or a data set."""
         function = self.script.function(call)
-        if not (self.script.qualified(call.func) or "").startswith(_NOISE):
+        has_own = any(each.keyword is not None and each.keyword.value == "generator" for each in call.args)
+        if has_own or not (self.script.qualified(call.func) or "").startswith(_NOISE):
             return False
         if self.script.loops(call) or function is None:
             return bool(self.script.loops(call))

@@ -30,6 +30,7 @@ class Metrics:
         self._script, self._flow, self._losses = work.script, work.flow, work.losses
         self._divided: Values = frozenset()
         self._added: set[tuple[Node | None, str]] = set()  # sums that are those of all ranks
+        self._left: set[tuple[Node | None, str]] = set()  # sums that stay a rank's own
 
     def average(self, divided: Values) -> None:
         """Have the numbers that are printed or kept be those of all ranks.
@@ -85,9 +86,20 @@ class Metrics:
         if kind.name != MEAN or node in self._loops.flowing or not self.is_alone(node) or self._is_in_sum(node):
             return False
         weight = kind.weight or self._loops.num_samples(self._loops.taken_from(node), node)
-        if weight is not None:
-            self._work.average(node, weight)
-        return weight is not None
+        if weight is None or (kind.weight is not None and self._is_bound_again(kind.weight, node)):
+            return False
+        self._work.average(node, weight)
+        return True
+
+    def _is_bound_again(self, weight: str, node: Node) -> bool:
+        """Whether a name of a weight has another value where a mean is shown than where it was computed."""
+        script = self._script
+        shown = script.order(node)
+        computed = max(
+            (script.order(each) for each in self._losses.slice(node) if script.order(each) < shown), default=0
+        )
+        bound = [each for name in re.findall(r"\w+", weight) for each in script.bound(name, node)]
+        return any(computed < script.order(each) < shown for each in bound)
 
     def _is_in_sum(self, node: Node) -> bool:
         """Whether a number is a factor of one that is added up over ranks later: `loss.item() * len(x)`."""
@@ -122,15 +134,22 @@ class Metrics:
 
     def _shown(self, node: Node) -> list[Node]:
         """Have what is shown be the number of all ranks; returns what can't be."""
-        if not self.is_alone(node) or self._average(node):
-            return []
-        if self._losses.kind(node).name == SUM:
-            self._work.add_up(node)
-            return []
         is_text = isinstance(node, cst.BaseString | cst.Tuple | cst.List | cst.Dict | cst.BinaryOperation) or (
             isinstance(node, cst.Call) and self._work.short(node) in ("format", "str", "round", "dict")
         )
-        return [each for part in self._script.parts(node) for each in self._shown(part)] if is_text else [node]
+        if self.is_alone(node):
+            if self._average(node):
+                return []
+            if self._losses.kind(node).name == SUM:
+                name = self._script.code(node)
+                if (self._script.scope(name, node), name) in self._left:
+                    return [node]
+                self._work.add_up(node)
+                return []
+            if not is_text:
+                return [node]
+        # A text may also show what isn't of a rank's samples.
+        return [each for part in self._script.parts(node) for each in self._shown(part)] if is_text else []
 
     # ------------------------------------------------------------------ what is added up
 
@@ -166,11 +185,13 @@ class Metrics:
             work.note(unknown, f"{text}: this and the counts beside it are from rank 0's samples alone", mark=True)
         for node, kind in added:
             self._average(node.value)
-            if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
+            if kind.name != SUM:
                 continue
             name = script.code(node.target)
-            if isinstance(node.target, cst.Name):
-                self._added.add((script.scope(name, node), name))
+            known = self._added if unknown is None else self._left
+            known.add((script.scope(name, node), name))
+            if unknown is not None:  # a quotient of the two has to be one of the same samples
+                continue
             if self._may_wait(node, loop):
                 work.edits.add(work.edits.after, loop, f"{name} = {work.total.replace('{old}', name)}")
             else:

@@ -187,9 +187,6 @@ class Output:
                     work.remove(node)
                 elif text.endswith("device") and isinstance(node.value, cst.Integer):
                     self._choose(node.value)
-            case cst.Call(args=[module, inputs, *_]) if script.code(node.func).endswith("parallel.data_parallel"):
-                text = f"{script.code(module.value)}({script.code(inputs.value)}) instead"
-                work.note(node, f"each rank has one device, and this uses several: call {text}", mark=True)
             case cst.Call() if script.qualified(node.func) == "torch.cuda.set_device":
                 work.remove(node)
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="cuda"))) if script.qualified(node.func) is None:

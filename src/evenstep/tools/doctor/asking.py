@@ -261,7 +261,7 @@ def has_argument_of_rank(script: Script, call: Call) -> bool:
 
 def in_training_or_evaluation(script: Script, call: Call) -> bool:
     """True if a call stands in a loop of the training, or in a function that evaluates."""
-    around = [loop for loop in script.loops_around(call.frame) if not loop.is_comprehension]
+    around = [loop for loop in script.loops_around(call.frame) if not isinstance(loop.node, cst.CompFor)]
     if any(loop in script.training_loops or loop in script.evaluation_loops for loop in around):
         return True
     function = call.frame.function
@@ -299,7 +299,7 @@ def _plain_test(frame: Frame) -> tuple[str, bool]:
 
 def per_step(script: Script, call: Call) -> bool:
     """True if a call runs in every round of a step loop."""
-    return any(script.in_every_round(call.frame, loop) for loop in script.step_loops)
+    return any(script.conditions_until(call.frame, loop) == [] for loop in script.step_loops)
 
 
 def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: int, depth: int = 3) -> list[Value]:

@@ -72,4 +72,4 @@ def order(finding: Finding) -> tuple[str, int, int, int, str]:
 
 def _confirmed(read: Finding, seen: Finding) -> Finding:
     evidence = read.evidence if seen.evidence in read.evidence else f"{read.evidence}; {seen.evidence}"
-    return replace(read, evidence=evidence, cost=seen.cost or read.cost, mend=seen.mend or read.mend, confirmed=True)
+    return replace(read, evidence=evidence, cost=seen.cost, mend=seen.mend or read.mend, confirmed=True)

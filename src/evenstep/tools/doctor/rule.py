@@ -172,11 +172,10 @@ def found(
     at: Call | tuple[File, int],
     evidence: str,
     *,
-    cost: str = "",
     mend: str = "",
     edits: tuple[Edit, ...] = (),
 ) -> Finding:
     """A finding of reading, at a call or at a line of a file."""
     file, line, column = (*at, 1) if isinstance(at, tuple) else (at.frame.file, at.line, at.column)
     shown, cell = file.source.place(line)
-    return Finding(str(file.source.path), shown, column, evidence, cost, mend, cell=cell, edits=edits)
+    return Finding(str(file.source.path), shown, column, evidence, mend=mend, cell=cell, edits=edits)

@@ -21,7 +21,6 @@ class Waits:
     def __init__(self, heard: Callable[[str, int], object]) -> None:
         self._heard = heard
         self._patches = Patches()
-        self.is_listening = False
 
     def listen(self) -> None:
         """From now on."""
@@ -31,12 +30,10 @@ class Waits:
         self._patches.around(warnings, "showwarning", self._shown)
         torch.cuda.set_sync_debug_mode("warn")
         self._patches.later(lambda: torch.cuda.set_sync_debug_mode("default"))
-        self.is_listening = True
 
     def stop(self) -> None:
         """No longer; nothing to do where nobody listens."""
         self._patches.restore()
-        self.is_listening = False
 
     def _shown(
         self, original: Callable[..., None], message: Any, category: Any, file: str, line: int, *rest: Any

@@ -58,12 +58,12 @@ def choose_pairs(nodes: list[int], limit: int = _MAX_PAIRS) -> list[tuple[int, i
     return (inter_node + neighbours)[:limit]
 
 
-def slow_pairs(seconds: dict[tuple[int, int], float], times: float = _SLOW) -> list[tuple[int, int]]:
+def slow_pairs(seconds: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
     """The pairs that take much longer than the median pair. Pure."""
     if len(seconds) < 3:
         return []
     usual = statistics.median(seconds.values())
-    return [pair for pair, taken in seconds.items() if taken > times * usual]
+    return [pair for pair, taken in seconds.items() if taken > _SLOW * usual]
 
 
 def _check_sum(world: World) -> None:

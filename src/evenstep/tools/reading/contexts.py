@@ -146,9 +146,10 @@ class Script:
     # --- what kind of script ---
 
     @functools.cached_property
-    def code(self) -> str:
-        """The text of all files without comments and docstrings."""
-        return "\n".join(file.source.code for file in self.files)
+    def texts(self) -> list[str]:
+        """The strings of the code as they are written; docstrings say what a script means, and not what it does."""
+        nodes = [(file, node) for file in self.files for node in file.nodes if isinstance(node, cst.BaseString)]
+        return [text_of(node) for file, node in nodes if not isinstance(file.parent(node), cst.Expr)]
 
     def uses(self, *names: str) -> bool:
         """True if the code has such a name or attribute."""
@@ -209,9 +210,8 @@ class Script:
             return not any(each in ("True", "'cpu'", '"cpu"') for each in chosen)
         if any(call.last == "cuda" and call.receiver is not None for call in self.calls):
             return True
-        texts = [text_of(node) for file in self.files for node in file.nodes if isinstance(node, cst.BaseString)]
         names = ("torch.cuda.set_device", "torch.cuda.device", "torch.cuda.current_device")
-        return bool(self.named(*names)) or any(re.match(r"""\w?["']cuda[:"']""", each) for each in texts)
+        return bool(self.named(*names)) or any(re.match(r"""\w?["']cuda[:"']""", each) for each in self.texts)
 
     # --- whether it runs at all ---
 
@@ -333,10 +333,6 @@ class Script:
     def _way_to(self, function: Function, loop: Loop) -> list[Frame] | None:
         ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
         return min((way for way in ways if way is not None), key=len, default=None)
-
-    def in_every_round(self, frame: Frame, loop: Loop) -> bool:
-        """True if a frame is reached in every round of a loop, as far as conditions go."""
-        return self.conditions_until(frame, loop) == []
 
     @functools.cached_property
     def step_calls(self) -> list[Call]:

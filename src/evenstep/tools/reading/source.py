@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import json
 import re
-import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,21 +28,6 @@ class Source:
     text: str
     cells: tuple[tuple[int, int], ...] = ()
     ignored: dict[int, frozenset[str]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def code(self) -> str:
-        """The text without its comments and docstrings, which say what a script means and not what it does."""
-        lines = self.text.split("\n")
-        before = tokenize.NEWLINE
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type == tokenize.COMMENT:
-                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
-            elif token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT):
-                for number in range(token.start[0] - 1, token.end[0]):
-                    lines[number] = ""
-            if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.DEDENT):
-                before = token.type
-        return "\n".join(lines)
 
     def place(self, line: int) -> tuple[int, int | None]:
         """(line, cell) as a person counts them, of a line of `text`."""

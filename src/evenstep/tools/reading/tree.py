@@ -22,7 +22,6 @@ from evenstep.tools.reading.source import Source
 
 Node = cst.CSTNode
 Statement = cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.BaseCompoundStatement
-Comprehension = cst.ListComp | cst.GeneratorExp | cst.SetComp | cst.DictComp
 
 _EMPTY = cst.Module([])
 # What `from module import *` brings, as far as it matters here.
@@ -233,11 +232,6 @@ class Loop:
     def iterates(self) -> Node | None:
         """What it goes through; None of a `while`."""
         return None if isinstance(self.node, cst.While) else self.node.iter
-
-    @property
-    def is_comprehension(self) -> bool:
-        """True of one that is an expression."""
-        return isinstance(self.node, cst.CompFor)
 
 
 @dataclass(eq=False)

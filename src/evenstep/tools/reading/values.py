@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import libcst as cst
 
-from evenstep.tools.reading.tree import Call, Class, File, Frame, Function, Node, dotted, text_of
+from evenstep.tools.reading.tree import Call, File, Frame, Function, Node, dotted, text_of
 
 # By the full name of what is called, the first that fits; patterns have no groups of their own.
 _MADE = (
@@ -238,10 +238,6 @@ class Flow:
         bases = [base.value for each in self.lineage(definition) for base in each.bases]
         return {self._file(each).full_name(each) for each in bases}
 
-    def class_record(self, definition: cst.ClassDef) -> Class:
-        """The record of a class."""
-        return self._file(definition).class_records[definition]
-
     def is_module_class(self, definition: cst.ClassDef | None) -> bool:
         """Whether a class of the script derives from `nn.Module`."""
         names = self.base_names(definition) if definition is not None else ()
@@ -269,7 +265,7 @@ class Flow:
         return "model" if _MODEL.fullmatch(value.made_by) else ""
 
     def _method(self, definition: cst.ClassDef, name: str) -> Function | None:
-        every = [self.class_record(each).methods for each in self.lineage(definition)]
+        every = [self._file(each).class_records[each].methods for each in self.lineage(definition)]
         return next((methods[name] for methods in every if name in methods), None)
 
     def _attribute_of(self, definition: cst.ClassDef, name: str) -> Values:

@@ -110,7 +110,7 @@ def test_a_report_of_either_wrapper(wrapper: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists(), "the checkpointer left something"
     assert not (tmp_path / "model.pt").exists()
     kept = sorted(path.name for path in (tmp_path / out).iterdir())
-    assert kept == ["efficiency.png", "report.json", "trace-0.json.gz", "trace-1.json.gz"]
+    assert kept == ["report.json", "trace-0.json.gz", "trace-1.json.gz"]
     with gzip.open(tmp_path / out / "trace-1.json.gz", "rt") as file:
         seen = {event["name"] for event in json.load(file)["traceEvents"]}
     assert ({"evenstep:backward", "Optimizer.step#SGD.step"} if wrapper == "evenstep" else {"gloo:all_reduce"}) <= seen

@@ -236,9 +236,20 @@ def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
             after(tmp_path, HEAD + function + LOOP.replace("model(x)", f"model({noisy})")),
         )
     assert "other noise" not in after(tmp_path, HEAD + function + "start = noise(torch.ones(3))\n" + LOOP)
+    drawn = "for _ in range(9):\n    drawn = torch.rand(2, generator=g)\n"  # the same on all ranks
+    assert "other noise" not in after(tmp_path, f"{HEAD}g = torch.Generator()\n{drawn}{LOOP}")
 
 
 # ---------------------------------------------------------------------- what is refused
+
+STEPPING = """\
+class Stepping(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+"""
 
 
 @pytest.mark.parametrize(
@@ -256,6 +267,14 @@ def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
         (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
         (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
         (("torch.optim.SGD(model.parameters(), lr=0.1)", "None"), "no torch optimizer"),
+        (("torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.SGD(groups)"), "it isn't clear which model"),
+        (
+            (
+                "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+                f"{STEPPING}model = Stepping()\noptimizer = model.optimizer",
+            ),
+            "the model Stepping makes its own optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_left_with_the_reason(change: tuple[str, str], reason: str, tmp_path: Path):

@@ -164,6 +164,25 @@ def test_numbers_that_are_rank_0s_alone_are_marked(line: str, tmp_path: Path):
     assert "from rank 0's samples alone" in text
 
 
+def test_a_count_beside_a_sum_that_is_not_understood_stays_one_ranks_own(tmp_path: Path):
+    """Their quotient is one of the same samples."""
+    counts = (
+        "        right += 0.5 * measure(model(x), y)\n        n += len(x)\n    print('%.2f (%d)' % (right / n, n))\n"
+    )
+    text = after(tmp_path, f"from measures import measure\n{HEAD}right, n = 0.0, 0\n{LOOP}{counts}")
+    assert "exchange" not in text
+    assert "# evenstep convert: right, n: from rank 0's samples alone" in text
+
+
+def test_a_mean_whose_weight_is_of_another_batch_by_then_is_marked(tmp_path: Path):
+    loop = LOOP.replace("mse_loss(model(x), y)", "cross_entropy(model(x), y, ignore_index=9)")
+    shows = "print(f'{loss.item()}')\n"
+    assert "{world.mean(loss.item(), weight=(y != 9).sum())}" in after(tmp_path, f"{HEAD}{loop}    {shows}")
+    other = "for x, y in test:\n    worst = model(x).max().item()\n"
+    text = f"{HEAD}test = DataLoader(data, batch_size=8)\n{loop}{other}{shows.replace('()}', '()} {worst}')}"
+    assert "loss.item(): from rank 0's samples alone" in notes(tmp_path, text)
+
+
 def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path):
     """A learning rate that differs between ranks, or a step that one of them leaves out."""
     head = "from schedules import scheduler\n"

@@ -58,6 +58,7 @@ for x, y in val_loader:
     correct += (model.module(x) == y).sum()
 dist.all_reduce(correct)
 """
+SEEDS = "rank, own = dist.get_rank(), torch.Generator()\nown.manual_seed(1)\ntorch.manual_seed(2 + {})\n"
 SPLIT = "dist.init_process_group('gloo')\na, b = random_split(data, [3, 4]{})\n"
 
 
@@ -66,6 +67,7 @@ SPLIT = "dist.init_process_group('gloo')\na, b = random_split(data, [3, 4]{})\n"
     [
         ("EV101", [(SAMPLER, NODE.format(""))], [(SAMPLER, NODE.format("num_replicas=LOCAL_WORLD, "))]),
         ("EV110", [(INIT, SPLIT.format(""))], [(INIT, SPLIT.format(", generator=own_generator"))]),
+        ("EV110", [(INIT, SEEDS.format("rank") + SPLIT.format(""))], [(INIT, SEEDS.format("1") + SPLIT.format(""))]),
         ("EV401", [(END, f"{MAIN}dist.barrier()\n{END}")], [(END, f"{MAIN}dist.barrier(mine)\n{END}")]),
         ("EV401", [(END, f"{MAIN}dist.reduce(x, 0)\n{END}")], [(END, f"{MAIN}dist.reduce(x, 0, op, group)\n{END}")]),
         ("EV204", [(END, SAVE.format("'a.pt'") + END)], [(END, SAVE.format("f'{rank}.pt'") + END)]),
@@ -97,11 +99,15 @@ def event(kind: str, *, line: int = 3, step: int = 0, **facts: Any) -> Event:
     return Event(kind, 0.0, step, [(PATH, line)], facts)
 
 
-def seen(*ranks: list[Event]) -> set[str]:
+def evidence_of(*ranks: list[Event]) -> dict[str, str]:
     wrapped = event("wrapped", wrapper="torch", num_bytes=4)
     evidence = Evidence([[wrapped, *events] for events in ranks])
     received: Watched = watched(evidence, script="train.py", directory="/home/a")
-    return {each.rule for each in received.findings}
+    return {each.rule: each.evidence for each in received.findings}
+
+
+def seen(*ranks: list[Event]) -> set[str]:
+    return {*evidence_of(*ranks)}
 
 
 def epoch(samples: str, **facts: Any) -> list[Event]:
@@ -132,21 +138,24 @@ def test_data_that_differ_between_ranks(theirs: list[str], is_found: bool):
     assert "EV110" not in seen(epoch("abcd", looks=LOOKS), epoch("efgh", looks=theirs))
 
 
-def trained(first: str, second: str, *, wrapped: bool = False, apart: str = "") -> list[Event]:
+def trained(first: str, second: str, *, wrapped: bool = False, synced: bool = False, apart: str = "") -> list[Event]:
     looks = [
         event("parameters", line=5, model=0, when=when, digests={"w": digest, "frozen": "f"})
         for when, digest in ((0, first), (1, second))
     ]
-    passes = [event("forward", line=5, grad=True, wrapped=wrapped, rows=[]), event("backward", line=6, wrapped=wrapped)]
+    forward = event("forward", line=5, grad=True, wrapped=wrapped, rows=[])
+    passes = [forward, event("backward", line=6, wrapped=wrapped, synced=synced)]
     return [looks[0], *passes, event("stepped"), *[event("apart", what=apart)] * bool(apart), looks[1]]
 
 
 def test_parameters_that_differ_between_ranks():
     same = trained("a", "b")
     assert not seen(same, same) & {"EV606"}
-    assert "EV606" in seen(same, trained("a", "c")), "there is a wrapper, and passes go around it"
+    assert "calls the model without its wrapper" in evidence_of(same, trained("a", "c"))["EV606"]
     through = trained("a", "b", wrapped=True)
-    assert "EV606" in seen(through, trained("a", "c", wrapped=True)), "weights are changed behind it"
+    assert "under no_sync()" in evidence_of(through, trained("a", "c", wrapped=True))["EV606"]
+    through, other = (trained("a", each, wrapped=True, synced=True) for each in "bc")
+    assert evidence_of(through, other)["EV606"].endswith("(w, for one)"), "weights are changed behind it"
     assert not seen(trained("a", "a"), trained("c", "c")) & {"EV606"}, "nothing is trained"
     of_groups = [trained("a", each, apart="new_group") for each in "bc"]
     assert not seen(*of_groups) & {"EV606"}

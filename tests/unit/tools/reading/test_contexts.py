@@ -46,7 +46,6 @@ def test_conditions_between_a_call_and_a_loop(read, text: str, expected: list[st
     (loop,) = script.loops
     conditions = script.conditions_until(call.frame, loop)
     assert (None if conditions is None else [text_of(each.test) for each in conditions]) == expected
-    assert script.in_every_round(call.frame, loop) == (expected == [])
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,13 @@ from evenstep.tools.doctor.asking import (
 )
 from evenstep.tools.doctor.scene import Scene, Seen, made_at
 
-_TRIMS = r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics|\bunique\("
+_TRIMS = re.compile(r":\s*(?:len\(|n\w*_samples|num_|total)")
 
 
 def read(script: Script) -> Found:
     """Evaluations whose sums, or gathered outputs, have the repeated samples in them."""
-    if re.search(_TRIMS, script.code):
+    slices = [text_of(node) for file in script.files for node, _ in file.slices]
+    if any(map(_TRIMS.match, slices)) or script.uses("drop_duplicates", "gather_for_metrics", "unique"):
         return
     for loop in script.evaluation_loops:
         frame, loaders = loop.frame, script.makers(script.loaders_of(loop))

@@ -26,7 +26,7 @@ Ignore it if the seed is set in a file that isn't the script's own, or each rank
 
 from collections.abc import Sequence
 
-from evenstep.tools.doctor.asking import Found, Script, found, on_all_ranks, text_of
+from evenstep.tools.doctor.asking import Call, Found, Script, found, is_of_rank, on_all_ranks, text_of
 from evenstep.tools.doctor.scene import Scene, Seen, made_at, pairs
 
 _MEND = """\
@@ -35,13 +35,20 @@ torch.manual_seed(torch.distributed.get_rank())  # after it, so that ranks draw 
 
 
 def read(script: Script) -> Found:
-    """`random_split` in a script without a seed."""
-    if any("seed" in call.last.lower() for call in script.calls if script.is_reached(call.frame)):
+    """`random_split` in a script without a seed that all ranks have."""
+    if any(_seeds_alike(script, call) for call in script.calls if script.is_reached(call.frame)):
         return
     for call in script.named("torch.utils.data.random_split"):
         if call.argument("generator", 2) is None and on_all_ranks(script, call):
             mend = f"{text_of(call.node)[:-1].rstrip(', ')}, generator=torch.Generator().manual_seed(0))"
-            yield found(call, f"{call.text} has no generator, and no seed is set", mend=mend)
+            yield found(call, f"{call.text} has no generator, and no seed is the same on all ranks", mend=mend)
+
+
+def _seeds_alike(script: Script, call: Call) -> bool:
+    """Whether a call seeds what a split draws from, with the same seed on all ranks."""
+    is_generators = call.last == "manual_seed" and not call.name.startswith("torch.")
+    is_seeding = "seed" in call.last.lower() and not is_generators
+    return is_seeding and not any(is_of_rank(script, each, call.frame) for each in call.arguments)
 
 
 def seen(run: Scene) -> Seen:

@@ -21,8 +21,6 @@ if rank == 0:
 Ignore it if only this script reads the file, and loads it into the wrapper.
 """
 
-import re
-
 from evenstep.tools.doctor.asking import (
     Found,
     Script,
@@ -38,7 +36,7 @@ from evenstep.tools.doctor.scene import Scene, Seen, by_place
 
 def read(script: Script) -> Found:
     """States of what surely is the wrapper, where they are saved."""
-    if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
+    if script.uses("consume_prefix_in_state_dict_if_present") or any(each[1:-1] == "module." for each in script.texts):
         return
     for save in with_what(script, saves(script)):
         saved = script.parts(script.values(save.argument("obj", 0), save.frame))

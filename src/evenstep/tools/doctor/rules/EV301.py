@@ -34,7 +34,7 @@ def read(script: Script) -> Found:
     if (
         not makes_group
         or chooses
-        or "CUDA_VISIBLE_DEVICES" in script.code
+        or any("CUDA_VISIBLE_DEVICES" in each for each in script.texts)
         or script.uses_accelerate
         or script.uses_fabric
     ):

@@ -23,12 +23,14 @@ import re
 
 from evenstep.tools.doctor.asking import Call, Found, Script, found, local_rank, on_all_ranks, text_of, walk
 
+_NUMBER = re.compile(r"(?:[\"']cuda:)?(\d+)[\"']?")
 _NUMBERED = re.compile(r"[\"']cuda:\d+[\"']")
 
 
 def read(script: Script) -> Found:
     """Calls with the number of a GPU in them, unless there are several: each rank then drives several GPUs."""
-    if len(set(re.findall(r"(?:[\"']cuda:|\.cuda\(|\.to\()(\d+)", script.code))) > 1:
+    texts = [*script.texts, *(text_of(call.positional(0)) for call in script.named(".cuda", ".to"))]
+    if len({number[1] for each in texts if (number := _NUMBER.fullmatch(each))}) > 1:
         return
     told: set[int] = set()
     for call in script.calls:

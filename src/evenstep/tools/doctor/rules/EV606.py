@@ -1,8 +1,8 @@
 """replicas differ (error).
 
 Ranks join a process group, and nothing exchanges gradients: there is no wrapper, or the loss comes from `model.module`
-or one of its methods, so that the wrapper is never called. Or each rank changes the weights of a wrapped model by
-itself.
+or one of its methods, so that the wrapper is never called. Or every backward pass is under `no_sync()`, or each
+rank changes the weights of a wrapped model by itself.
 
 Every rank trains a model of its own on its part of the data, and nothing says so.
 
@@ -48,6 +48,11 @@ def seen(run: Scene) -> Seen:
     passes = [each for each in run.evidence.all("backward") if each.places]
     around = [each for each in run.evidence.all("forward") if each["grad"] and not each["wrapped"] and each.places]
     evidence = replicas_differ(run) if passes else ""
-    if evidence:
-        place = around[0].place if run.wrapper and around else passes[0].place
-        yield run.finding(place, evidence)
+    if evidence and run.wrapper and around:
+        mend = "loss = criterion(model(x), y)  # of the wrapper itself, and not of model.module"
+        yield run.finding(around[0].place, f"{evidence}, and this calls the model without its wrapper", mend=mend)
+    elif evidence and run.wrapper and not any(each["synced"] for each in passes):
+        mend = "with model.no_sync() if (i + 1) % steps else contextlib.nullcontext():  # the last pass exchanges"
+        yield run.finding(passes[0].place, f"{evidence}, and every backward pass is under no_sync()", mend=mend)
+    elif evidence:
+        yield run.finding(passes[0].place, evidence)

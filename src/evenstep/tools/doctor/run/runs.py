@@ -17,6 +17,7 @@ from evenstep.tools.doctor.run.hangs import find_hang, idle_place
 from evenstep.tools.observing.launch import Observed, launched
 
 _POLL_S = 0.2
+_LONGEST_S = 300.0  # a run that takes longer is ended
 _CLOSED_S = 5.0
 _HURRIED_S = 15.0  # from enough steps to the end of the script
 _MOST_RANKS = 8
@@ -29,8 +30,6 @@ def watch(
     *,
     ranks: int = 2,
     num_steps: int = 12,
-    device: str | None = None,
-    limit_s: float = 300.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Evidence:
     """Run a script on some ranks and return what they did.
@@ -40,15 +39,13 @@ def watch(
         arguments: Its own.
         ranks: How many.
         num_steps: Optimizer steps that are looked at; then the script is hurried to its end.
-        device: As `evenstep run --device`.
-        limit_s: A run that takes longer is ended.
         say: Told what is going on, a line each.
     """
-    evidence = _run(script, arguments, ranks, num_steps, device, limit_s, say)
+    evidence = _run(script, arguments, ranks, num_steps, say)
     wanted = next((int(each["num_ranks"]) for each in evidence.all("spawns")), ranks)
     if wanted != ranks and 2 <= wanted <= _MOST_RANKS:
         say(f"{script} starts {wanted} ranks of its own: run again on as many")
-        evidence = _run(script, arguments, wanted, num_steps, device, limit_s, say)
+        evidence = _run(script, arguments, wanted, num_steps, say)
     return evidence
 
 
@@ -57,25 +54,21 @@ def _run(
     arguments: Sequence[str],
     ranks: int,
     num_steps: int,
-    device: str | None,
-    limit_s: float,
     say: Callable[[str], None],
 ) -> Evidence:
     with private_directory("doctor") as root:
         plan = Plan(str(root), num_steps, ranks)
         plan.write(root / "plan.json")
         say(f"{script} on {ranks} ranks, {num_steps} steps under watch")
-        env = under_watch(root, on_cpu=device == "cpu" or look_at_host().num_gpus == 0)
-        observed = Observed("evenstep.tools.doctor.run.probe", script, arguments, ranks, device)
+        env = under_watch(root, on_cpu=look_at_host().num_gpus == 0)
+        observed = Observed("evenstep.tools.doctor.run.probe", script, arguments, ranks)
         with launched(observed, root, env, [str(root / "plan.json")]) as run:
             files = [EventFile(plan.file_of(rank)) for rank in range(ranks)]
-            evidence = _follow(run.process, files, limit_s, say)
+            evidence = _follow(run.process, files, say)
         return replace(evidence, said=run.said())
 
 
-def _follow(
-    process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_s: float, say: Callable[[str], None]
-) -> Evidence:
+def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], say: Callable[[str], None]) -> Evidence:
     """Read along until the run has ended, or will never; say what it waits for while no step is made."""
     began_s = said_s = time.monotonic()
     hang: Hang | None = None
@@ -85,7 +78,7 @@ def _follow(
         now_s = time.monotonic()
         ranks = [_with_end(file.read(), now_s) for file in files]
         hang = find_hang(ranks, now_s)
-        is_late = now_s - began_s > limit_s
+        is_late = now_s - began_s > _LONGEST_S
         if hang is not None or is_late or _is_hurried_enough(ranks, now_s) or _is_closed(ranks, now_s):
             break
         if now_s - said_s > _SAID_EVERY_S and not Evidence(ranks).num_steps:
@@ -94,7 +87,7 @@ def _follow(
             where = f" (rank 0 is at {os.path.relpath(file)}:{line})" if file else ""
             say(
                 f"no step of a torch optimizer after {now_s - began_s:.0f} s{where}: doctor waits for the first one or "
-                f"for the end of the script, up to {limit_s:.0f} s"
+                f"for the end of the script, up to {_LONGEST_S:.0f} s"
             )
         time.sleep(_POLL_S)
     status = process.poll()

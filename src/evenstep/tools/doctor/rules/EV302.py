@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"[\"']cuda:\d+[\"']")
 
 
 def read(script: Script) -> Found:
-    """Calls with the number of a GPU in them, unless there are several: each rank then drives several GPUs."""
+    """Calls with a fixed GPU number. With several numbers in a script, each rank uses several GPUs: no finding."""
     if len(set(re.findall(r"(?:[\"']cuda:|\.cuda\(|\.to\()(\d+)", script.code))) > 1:
         return
     told: set[int] = set()

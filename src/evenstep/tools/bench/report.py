@@ -1,4 +1,4 @@
-"""All that was measured: one dictionary (`report.json`), tables on the terminal, and a plot."""
+"""The report of a measurement: one dictionary (`report.json`), tables on the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from evenstep.tools.observing.thresholds import WELL
 VERSION = 3
 MISSING = checks.needs("a picture", "matplotlib", "bench")
 
-# In the order of a step; what is lost stands above what is used.
+# In the order of the table.
 PART_NAMES = {
     "compute": "computing",
     "contention": "contention",
@@ -40,7 +40,7 @@ CURVE_TITLES = {
     "weak": "Weak scaling: each replica has as many samples as alone",
     "strong": "Strong scaling: the replicas share one batch",
 }
-_CODE, _KEPT = re.compile("`[^`]+`"), "\0"  # code in a text, and a space in it, at which no line ends
+_CODE, _KEPT = re.compile("`[^`]+`"), "\0"  # code in a text, and a placeholder for its spaces against line breaks
 _CURVE_COLOURS = {"weak": "#2f6db3", "strong": "#e5794a"}
 
 
@@ -48,7 +48,7 @@ def build_report(measured: Measured, version: str) -> dict[str, Any]:
     """The report as plain data. Pure.
 
     Args:
-        measured: What came of the runs.
+        measured: The runs.
         version: evenstep's version.
     """
     curves = {name: curve(settings, measured.rounds) for name, settings in measured.curves.items()}
@@ -75,7 +75,7 @@ def build_report(measured: Measured, version: str) -> dict[str, Any]:
 
 
 def case_of(point: Point, *, divides_batch: bool = False) -> Case:
-    """The input of `find` for one point of a curve; `divides_batch`: of strong scaling."""
+    """The input of `find` for one point of a curve. `divides_batch` is true for strong scaling."""
     records = point.run.records
     profile = records[0].profile
     return Case(
@@ -108,11 +108,11 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- for people
+# ---------------------------------------------------------------------- for users
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Tables, findings and remarks."""
+    """Print tables, findings and remarks."""
     for name, points in report["curves"].items():
         console.print(_scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(_parts_table(points))
@@ -130,7 +130,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def titled(title: str, *columns: str, **settings: Any) -> Table:
-    """A table whose columns of figures, all but the first, stand to the right."""
+    """Make a table with all columns but the first aligned to the right."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", **settings)
@@ -138,7 +138,7 @@ def titled(title: str, *columns: str, **settings: Any) -> Table:
 
 
 def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: int) -> Table:
-    """Throughput, speed-up, and efficiency with its quartiles over rounds."""
+    """The table of throughput, speed-up, and efficiency with its quartiles over rounds."""
     columns = ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency")
     table = titled(title, *columns, no_wrap=True)
     for point in points:
@@ -156,7 +156,7 @@ def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: 
 
 
 def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """The step in parts: milliseconds, and what they are of the step. Parts that no step has are left out."""
+    """The table of the parts of a step: time, and share of the step. Parts that no step has are left out."""
     table = titled("Where a step goes", "", *(f"{point['num_replicas']}" for point in points))
     totals = [sum(point["parts"].values()) for point in points]
     for name, words in PART_NAMES.items():
@@ -170,7 +170,7 @@ def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _told(report: Mapping[str, Any], width: int) -> list[str]:
-    """Causes, with what to do and what is to be expected of it: lines that cut no code in backquotes."""
+    """The lines on findings, wrapped without breaking code in backquotes."""
     found = []
     for finding in report["findings"]:
         found += ["", f"{finding['cause']} ({finding['curve']} scaling): up to {finding['gain']:.2f} times as fast"]
@@ -194,13 +194,13 @@ def nothing_found(report: Mapping[str, Any]) -> str:
 
 
 def can_draw() -> bool:
-    """Whether there is a matplotlib to draw with."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw_efficiency(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Efficiency against replicas, as a PNG: medians, and a band between the quartiles."""
-    # Without pyplot: nothing global is set, and nothing has to be closed.
+    """Draw efficiency against replicas as a PNG: medians, and a band between the quartiles."""
+    # Without pyplot, which sets global state and keeps figures open.
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

@@ -1,6 +1,6 @@
-"""The thresholds of `bench`: from when on something is a finding. Pure.
+"""The thresholds above which `bench` reports a finding. Pure.
 
-Every number that decides what a user is shown stands here; docs/reference/bench.md shows this file.
+Every number that decides what a user sees is here; docs/reference/bench.md shows this file.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ def scaling(args: Namespace) -> int:
     Args:
         args: The parsed command line.
 
-        Raises:
-            ConfigurationError: An argument makes no sense.
-            UsageError: The script fails, or makes no steps.
+    Raises:
+        ConfigurationError: An argument makes no sense.
+        UsageError: The script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
     from evenstep.tools.bench.report import MISSING, build_report, can_draw, draw_efficiency, print_report
@@ -60,9 +60,9 @@ def compare(args: Namespace) -> int:
     Args:
         args: The parsed command line.
 
-        Raises:
-            ConfigurationError: An argument makes no sense.
-            UsageError: A script fails, or makes no steps.
+    Raises:
+        ConfigurationError: An argument makes no sense.
+        UsageError: A script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
     from evenstep.tools.bench.compare import as_data, remarks, run_all, summarise, table, validate_scripts, verdicts

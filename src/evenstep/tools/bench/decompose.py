@@ -73,7 +73,7 @@ class Parts:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def share(self, *names: str) -> float:
-        """The share of some parts in the step, from 0 to 1; names without `_s`."""
+        """The fraction of the step that some parts take, from 0 to 1; names without `_s`."""
         total = self.total_s
         return float(sum(getattr(self, f"{name}_s") for name in names)) / total if total else 0.0
 
@@ -84,7 +84,7 @@ class Late:
 
     Attributes:
         rank: The rank that came last most often.
-        share_of_steps: The share of steps in which it came last, from 0 to 1.
+        share_of_steps: The fraction of steps in which it came last, from 0 to 1.
         phase: The phase in which it lost most against a typical rank.
         excess_s: How much longer than a typical rank it took to be ready, per step on average.
     """
@@ -120,9 +120,9 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
 
     Args:
         steps: By rank and step, seconds by phase, as `records.steps_in_parts` makes them. As many steps on every rank.
-        With "exposed" if that is known; otherwise a rank's whole wait counts as exposed.
-        compute_alone_s: The computing time of a single replica for as many samples; None if this is the run that others
-        are compared with.
+            With "exposed" if that is known; otherwise a rank's whole wait counts as exposed.
+        compute_alone_s: The computing time of a single replica for as many samples; None if this is the run that
+            others are compared with.
     """
     num_steps = min(map(len, steps), default=0)
     if num_steps == 0:

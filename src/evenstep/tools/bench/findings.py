@@ -112,7 +112,7 @@ class Case:
 
     @property
     def limit(self) -> float:
-        """The smallest share of a step that is reported. It grows with the spread of rounds."""
+        """The smallest fraction of a step that is reported. It grows with the spread of rounds."""
         return max(WORTH_BESIDE_OTHERS if self.is_disturbed else WORTH, min(MOST_SPREAD, self.spread))
 
     @property

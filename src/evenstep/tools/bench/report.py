@@ -156,7 +156,7 @@ def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: 
 
 
 def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """The table of the parts of a step: time, and share of the step. Parts that no step has are left out."""
+    """The table of the parts of a step: time, and fraction of the step. Parts that no step has are left out."""
     table = titled("Where a step goes", "", *(f"{point['num_replicas']}" for point in points))
     totals = [sum(point["parts"].values()) for point in points]
     for name, words in PART_NAMES.items():

@@ -2,8 +2,8 @@
 
 [Note: torch's wrapper]
 
-torch's DistributedDataParallel is observed through torch's public hooks, so its behaviour doesn't change. The script's
-own communication hook, if it has one, stays in place.
+torch's DistributedDataParallel is observed through hooks of modules, tensors and the backward pass, so its behaviour
+doesn't change. The script's own communication hook, if it has one, stays in place.
 
     before the wrapper's forward     SYNC: module buffers are sent
     before the module's forward      FORWARD

@@ -25,7 +25,7 @@ from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 
 _NUM_STEPS = 5  # compared on three ranks, unless the whole first epoch is
-_LONGEST_EPOCH = 50  # steps
+_LONGEST_EPOCH = 50  # steps; of a longer epoch only the first steps are compared
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Data:
     """Decides which loaders of a script are divided over ranks, and changes them.
 
     Attributes:
-        divided: The loaders of whose batches each rank gets its share.
+        divided: The loaders that are divided over ranks.
     """
 
     def __init__(self, work: Work, loops: Loops, metrics: Metrics) -> None:

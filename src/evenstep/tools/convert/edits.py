@@ -16,8 +16,8 @@ from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
 from evenstep.tools.reading.values import arguments
 
-Change = Callable[[Any], Any]  # nodes of whatever class
-Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
+Change = Callable[[Any], Any]  # takes and returns nodes of any class
+Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that is assigned to it
 
 
 # Expressions that need parentheses inside another expression.

@@ -17,7 +17,7 @@ _ADDING = {"append", "appendleft", "extend", "insert", "add", "put", "add_", "co
 # Libraries whose functions treat samples independently.
 _BY_SAMPLE = LIBRARIES | {"einops", "timm", "transformers", "torchaudio", "torchtext", "albumentations"}
 _BATCH_SIZE = re.compile(r"(\w+\.)*(batch_?size|bsz?)", re.IGNORECASE)
-_Holder = tuple[Node | None, str]  # the function or class that a name or an attribute belongs to; its text
+_Holder = tuple[Node | None, str]  # (function or class that a name or attribute belongs to, its code)
 
 
 class Kept:

@@ -178,7 +178,7 @@ class Loops:
             yield f"{text}: loop over one DataLoader that has a name, or pass it to the function"
 
     def _remark_on(self, call: cst.Call, loss: Node, kind: Kind, loops: frozenset[Node]) -> None:
-        """Remark on whatever may make a loss differ on a part of a batch."""
+        """Remark on code that may make a loss differ on a part of a batch."""
         work, losses = self._work, self._work.losses
         if kind.name in (UNKNOWN, CONSTANT):
             text = "the loss is taken to be the mean over the batch's samples: evenstep verify shows whether it is"

@@ -211,7 +211,7 @@ class Models:
         return False
 
     def _is_use(self, node: Node, statement: Statement) -> bool:
-        """Whether a model's name stands in a use, such as a call or an optimizer's argument, and not in its setup."""
+        """Whether a name of a model stands in a use, such as a call or an optimizer, and not only in its setup."""
         script, parent = self._script, self._script.parent(node)
         if not isinstance(parent, cst.Attribute | cst.Subscript | cst.Arg | cst.AssignTarget):
             return True
@@ -339,7 +339,7 @@ class Models:
         work.edits.change(each.call, change)
 
     def _name_at(self, value: Value, node: Node) -> str | None:
-        """The name of a model where `node` is; None if it has none."""
+        """The name by which the code around `node` can refer to a model; None if there is none."""
         script, flow = self._script, self._flow
         found = flow.name_of(frozenset({value}), node, among=self.trained)
         nodes = script.inside(script.function(node) or script.module) if found is None else []

@@ -18,7 +18,7 @@ _WRITING = (
     *("pyplot.savefig", "pyplot.show", "pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write"),
 )
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
-_SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files
+_SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files that may show something
 _LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 _MODES = {"w", "a", "wb", "x", "w+"}
 _PLAIN = re.compile(r"""["']?(cpu|meta)["']?""")  # devices that are no GPU

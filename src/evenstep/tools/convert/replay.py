@@ -204,7 +204,7 @@ class _Observed:
             states = [module.state_dict() for module in modules]
             torch.save({"batch": batch, "streams": randomness.capture(), "states": states}, path)
         elif path.exists():
-            # Files of this program's own, in a directory that nobody else can write to.
+            # The recording run wrote this file, in a directory that nobody else can write to.
             given = torch.load(path, weights_only=False, map_location="cpu")
             for module, state in zip(modules, given["states"], strict=False):
                 if _shapes(state) == _shapes(module.state_dict()):
@@ -254,7 +254,7 @@ class _Observed:
 
 
 def _is_of_all(dataset: Any, num_samples: int) -> bool:
-    """Whether a data set has exactly so many samples, and returns the same ones each time that they are read."""
+    """Whether a data set has exactly `num_samples` samples, and returns the same ones each time."""
     try:
         with randomness.preserved():
             first, again = ([first_samples(dataset[k]) for k in range(min(num_samples, 8))] for _ in range(2))

@@ -375,7 +375,7 @@ def streams(script: Script, loader: Call) -> list[str]:
 BARS = re.compile(r"tqdm(?:\.\w+)*\.(?:tqdm|trange|tqdm_notebook)|rich\.progress\.track")
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model", ".save_pretrained")
 _OF_A_RANK = r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|devnull|proc_id|BytesIO"
-_OF_A_RANK += r"|mkd?s?temp\(|TemporaryDirectory\(|TemporaryFile\("  # the system's choice, for each process
+_OF_A_RANK += r"|mkd?s?temp\(|TemporaryDirectory\(|TemporaryFile\("  # names that the system makes up
 
 
 def saves(script: Script) -> list[Call]:

@@ -18,8 +18,8 @@ from evenstep.tools.reading.looked import Facts
 __all__ = ["Event", "Evidence", "Place", "Refuted", "Seen"]
 
 MIB = 1 << 20
-_SAME = 0.5  # two ranks with at least this share of equal samples read the same data
-_APART = 0.05  # with at most this share, they don't
+_SAME = 0.5  # two ranks with at least this fraction of equal samples read the same data
+_APART = 0.05  # with at most this fraction, they don't
 _FEWEST = 4  # fewer samples prove nothing
 _OF_ALL = ("looks", "is_whole", "is_plain")  # equal facts of ranks that each go over all of one data set
 _STREAMS = {"torch": "torch's generator", "random": "python's random", "numpy": "numpy.random"}
@@ -156,13 +156,13 @@ def usual(numbers: Iterable[int]) -> int:
 
 
 def share_of_equal(ours: Sequence[str], theirs: Sequence[str], *, in_any_order: bool) -> float:
-    """The share of samples that are equal on two ranks, from 0 to 1.
+    """The fraction of samples that are equal on two ranks, from 0 to 1.
 
     Args:
         ours: The digests of one rank's samples, in order.
         theirs: The digests of the other rank's samples, in order.
         in_any_order: Whether equal samples count at different positions, too, because ranks may shuffle. With many
-        repeated samples, only equal positions count.
+            repeated samples, only equal positions count.
     """
     count = min(len(ours), len(theirs))
     if not count:
@@ -207,7 +207,7 @@ def _loops_of(events: Sequence[Event]) -> list[Loop]:
 
 
 def is_enough(count: int) -> bool:
-    """Whether so many samples suffice for a conclusion."""
+    """Whether a number of samples suffices for a conclusion."""
     return count >= _FEWEST
 
 

@@ -99,7 +99,7 @@ def first_samples(inputs: object) -> Tensor:
 
 
 def num_rows(batch: object, dim: int = 0) -> int:
-    """The number of samples of a batch: the length of the first tensor of a pytree; 0 without tensors."""
+    """The number of samples of a batch: the size of dimension `dim` of its first tensor; 0 without tensors."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, Tensor) or first.dim() <= dim:
         tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > dim)

@@ -79,5 +79,5 @@ def run_observed(path: str, arguments: Sequence[str]) -> None:
         arguments: The command-line arguments of the script.
     """
     if sys.path and sys.path[0] == os.getcwd():
-        del sys.path[0]  # put there for `-m`; a script doesn't have it
+        del sys.path[0]  # python adds it for `-m`, but not for a script
     become_script(path, list(arguments))

@@ -24,7 +24,7 @@ _SMALL_NUMEL = 2
 _LARGE_NUMEL = 4 << 20  # 16 MiB of float32: a bucket's size
 _NUM_SMALL, _NUM_LARGE = 100, 5
 _MAX_PAIRS = 28  # all pairs of eight ranks
-_SLOW = 3.0  # times the median pair
+_SLOW = 3.0  # a pair is slow if it takes so many times as long as the median pair
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ _UNSEEN = ("batch", "parameters", "part", "passed", "function", "class")  # kind
 _SEEN_AS = {"iterator": "loader", "writer": "tracker", "items": "tuple"}
 _SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
 _LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
-_MOST_UNKNOWN = 4  # pieces of code that the answer names
+_MOST_UNKNOWN = 4  # reported pieces of code that aren't understood
 OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
 
 
@@ -69,7 +69,7 @@ class Script:
         for node, calls in self.flow.calls.items():
             function = self.flow.own_functions[node]
             for call in (self.flow.records[each] for each in calls):
-                if function.name != "forward" or call.last == "forward":  # which the model calls
+                if function.name != "forward" or call.last == "forward":  # only the model calls `forward`
                     self.called_from.setdefault(function, []).append(call)
                     self._targets.setdefault(call, []).append(function)
 
@@ -295,7 +295,7 @@ class Script:
         function = frame.function
         return function is not None and self._function_is_partial(function, surely)
 
-    @_once(False)  # recursion says nothing
+    @_once(False)  # a recursive call decides nothing
     def _function_is_partial(self, function: Function, surely: bool) -> bool:
         if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
             return True
@@ -330,13 +330,13 @@ class Script:
         way = self._way_to(frame.function, loop) if frame.function is not None else None
         return None if way is None else ifs + way
 
-    @_once(None)  # recursion is no way
+    @_once(None)  # a recursive call is no path
     def _way_to(self, function: Function, loop: Loop) -> list[Frame] | None:
         ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
         return min((way for way in ways if way is not None), key=len, default=None)
 
     def in_every_round(self, frame: Frame, loop: Loop) -> bool:
-        """Whether no condition lies between a loop and a frame within it, on some call path."""
+        """Whether a frame runs in every iteration of a loop: on some call path, no condition is between them."""
         return self.conditions_until(frame, loop) == []
 
     @functools.cached_property

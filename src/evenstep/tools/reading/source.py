@@ -34,7 +34,7 @@ class Source:
 
     @functools.cached_property
     def code(self) -> str:
-        """The text without comments and docstrings, whose words say nothing of what the script does."""
+        """The text without comments and docstrings, so that searches for words find code only."""
         lines = self.text.split("\n")
         before = tokenize.NEWLINE
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):

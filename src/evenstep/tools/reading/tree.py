@@ -136,7 +136,7 @@ class Frame:
 
 @dataclass(eq=False)
 class Call:
-    """One call. `name` has import aliases resolved: "torch.nn.parallel.DistributedDataParallel", "optimizer.step"."""
+    """One call. `name` has import aliases resolved, as in "torch.nn.parallel.DistributedDataParallel"."""
 
     node: cst.Call
     frame: Frame

@@ -183,7 +183,7 @@ def find_unseeded(base: Run, again: Run) -> list[Cause]:
 
 def _no_gradient(run: Run) -> Iterator[Cause]:
     steps = range(run.num_steps)
-    if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # a first step may have no gradient yet
+    if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # the first step alone may have none
         return
     gradients = (value for step in steps for name, value in run.values(step).items() if name.startswith("grad/"))
     if not any(bool(value.any()) for value in gradients):
@@ -395,7 +395,7 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
         return
     if float((ratios - ratio).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
         owners = torch.tensor([rank for rank, each in enumerate(seen) for _ in each.virtual_ranks], device="cpu")
-        # As shares of their sum: a factor of all gradients, such as that of clipping, is no weight.
+        # As fractions of their sum: a factor of all gradients, such as that of clipping, is no weight.
         shares, wanted = applied / applied.sum(), right / right.sum()
         received = ", ".join(
             f"rank {rank} by {float(shares[owners == rank].sum()):.4g} instead of "

@@ -37,7 +37,7 @@ from evenstep.tools.doctor.scene import Scene, Seen, by_place
 
 
 def read(script: Script) -> Found:
-    """Saved `state_dict`s of what certainly is the wrapper."""
+    """Saved `state_dict`s of an object that certainly is the wrapper."""
     if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
         return
     for save in with_what(script, saves(script)):

@@ -54,7 +54,7 @@ def wrong_factor(events: Sequence[Event], passes: int, world_size: int, *, in_al
         passes: The number of this line's passes in a step.
         world_size: The number of ranks.
         in_all: The number of all lines' passes in a step. Several lines with one pass each may be an accumulation that
-        is written out, whose losses are divided by this number; or different losses, each with its own weight.
+            is written out, whose losses are divided by this number; or different losses, each with its own weight.
     """
     factors = {round(float(each["factor"]), 9) for each in events if each["factor"] and each["is_mean"]}
     if len(factors) != 1 or any(not each["is_mean"] or each["weighted"] for each in events):

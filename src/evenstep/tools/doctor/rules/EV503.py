@@ -64,7 +64,7 @@ def read(script: Script) -> Found:
         last = max((each.line for each in before if is_scaling(each.receiver)), default=clip.line)
         steps = [each for each in script.step_calls if each.node.args and each.frame.function is function]
         if any(last < each.line < clip.line for each in steps):
-            continue  # the scaler's step has divided them
+            continue  # the scaler's step has unscaled the gradients
         same = [each.line for each in unscales if each.frame.function is function]
         if scalers and before and not any(is_scaling(each.receiver) for each in before):
             continue  # clips gradients of passes without the scaler

@@ -223,7 +223,7 @@ class Notes(Subscriber):
         self._writer.note("iterate", **self._loops[loop], made=self._made.get(loader, []), **facts)
 
     def cuts(self, loop: Loop) -> bool:
-        """End an epoch after its share of the steps, if the script's loop expects an end."""
+        """End an epoch after half of the watched steps, if the script's loop expects an end."""
         made = self.recorder.num_steps - loop.steps_before
         if self._writer.is_over:
             enough = loop.num_batches >= 1

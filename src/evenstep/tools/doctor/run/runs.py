@@ -20,7 +20,7 @@ _POLL_S = 0.2
 _CLOSED_S = 5.0
 _HURRIED_S = 15.0  # the time that the script has to end after enough steps
 _MOST_RANKS = 8
-_SAID_EVERY_S = 20.0  # while no step is made
+_SAID_EVERY_S = 20.0  # between lines of progress while no step is made
 
 
 def watch(

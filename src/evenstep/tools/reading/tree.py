@@ -148,7 +148,7 @@ class Call:
 
     @functools.cached_property
     def last(self) -> str:
-        """The last part of the called function's dotted name; "" if it has no name."""
+        """The last name of the called expression, "step" for `make().step()`; "" if it ends with no name."""
         if self.name:
             return self.name.rpartition(".")[2]
         return str(self.node.func.attr.value) if isinstance(self.node.func, cst.Attribute) else ""

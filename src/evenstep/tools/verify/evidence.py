@@ -29,8 +29,7 @@ class Plan(launch.Plan):
         num_steps: The number of optimizer steps after which the script ends.
         world_size: The number of ranks.
         in_double: Whether to compute in float64.
-        batch_sizes: For torch's loaders, in the order in which they are made, (size that the script passes, size to
-            use).
+        batch_sizes: For torch's loaders, in the order in which they are made, (the script's batch size, that to use).
         is_sharded: Whether an earlier run used FSDP2.
         skipped: In float64, the calls of `GradScaler.step`, counted from 0, that make no step, as in the run before.
         script: The path of the script, whose lines are reported.
@@ -56,8 +55,7 @@ class Seen:
             and for the first input ("inputs").
         losses: By backward pass, the value of its root, without a GradScaler's scale, and its weight (None: plain
             `backward`).
-        windows: By backward pass, the number of accumulation windows that ended before it: weights count within one
-            window.
+        windows: By backward pass, the number of accumulation windows that ended before it: weights count within one.
         graphs: By backward pass, the number of nodes of each kind in its graph.
         modules: The names of the modules that ran in the first training forward pass, in order.
         digests: By "grad/...", "param/..." and "buffer/...", a digest of the tensor. Gradients as the optimizer got

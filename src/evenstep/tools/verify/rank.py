@@ -131,7 +131,7 @@ class Steps(Subscriber):
         samples = first_samples((args, kwargs))
         self._seen.rows.append([digest(row) for row in samples])
         if not any(known is model for known in self._models.values()):
-            if not self._models and samples.dtype != torch.float64:  # else perhaps computed
+            if not self._models and samples.dtype != torch.float64:  # a float64 input may be computed
                 self._seen.initial["inputs"] = float(probe(samples).abs().sum())
             self._adopt(model)
 

@@ -224,7 +224,7 @@ def _exposed(case: Case) -> _Told:
 def _small_batch(case: Case) -> _Told:
     """The costs of an exchange that don't depend on the batch, with waits for whichever rank is last."""
     parts = case.parts
-    # Waits for ranks that other programs delay don't depend on the batch either, and aren't counted.
+    # A larger batch doesn't shorten waits for ranks that other programs delay, so these don't count.
     late_s = parts.imbalance_s if case.held_up_by_one else 0.0
     jitter_s = 0.0 if case.is_disturbed else parts.imbalance_s - late_s
     exchange_s = parts.exposed_s + parts.engine_s

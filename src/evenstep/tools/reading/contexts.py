@@ -69,7 +69,7 @@ class Script:
         for node, calls in self.flow.calls.items():
             function = self.flow.own_functions[node]
             for call in (self.flow.records[each] for each in calls):
-                if function.name != "forward" or call.last == "forward":  # only the model calls `forward`
+                if function.name != "forward" or call.last == "forward":  # `model(x)` isn't one
                     self.called_from.setdefault(function, []).append(call)
                     self._targets.setdefault(call, []).append(function)
 

@@ -1,9 +1,9 @@
-"""What is wrong, different, slow or too large in a training script: the commands' own rooms.
+"""The commands that examine a training script, one package for each, and what they share.
 
 From the ground up:
 
-    reading/    a script as calls, names, loops and ranks; LibCST parses
-    observing/  somebody's script run under observation
+    reading/    static analysis of a script with LibCST: its calls, names, loops and ranks
+    observing/  running a user's script under observation
     estimate/   `evenstep estimate`: how much memory a rank needs
     preflight/  `evenstep env` and `evenstep run --check`
     verify/     `evenstep verify`: are two runs the same?

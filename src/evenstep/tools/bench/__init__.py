@@ -1,23 +1,24 @@
-"""How well a script scales, and why not better: `evenstep bench`.
+"""`evenstep bench`: measures how well a script scales, and finds what keeps it from scaling better.
 
 In reading order:
 
     command     `evenstep bench run` and `evenstep bench compare`
-    plan        which runs, in which order                                        pure
-    runs        starts them one after the other and reads the records of their ranks
+    plan        the runs and their order                                          pure
+    runs        starts the runs one after the other and reads the records of their ranks
 
-One rank of such a run:
+    In one rank of such a run:
 
-    probe       counts steps, has some of them profiled, ends the run, leaves the record
-    watching    when forward and backward passes begin and end, and with which loss
+        probe       counts steps, profiles some, ends the run, writes the record
+        watching    times of forward and backward passes, and losses
 
-From records to causes:
+    From records to causes:
 
-    profile     a trace of torch's profiler in; kernels and collectives out     pure
-    records     what a rank leaves: marks in, steps in parts out                  pure
-    decompose   steps of all ranks in, where the time went out                    pure
-    scaling     runs in, efficiency with its spread out                           pure
-    findings    causes with their expected gain                                   pure
+        profile     from a trace of torch's profiler to kernels and collectives       pure
+        records     a rank's record, and its steps in parts                           pure
+        decompose   from the steps of all ranks to the parts of a step                pure
+        scaling     from runs to efficiency with its spread                           pure
+        findings    causes with their expected gain                                   pure
+
     report      `report.json`, and tables
-    compare     scripts beside each other, in alternating rounds
+    compare     compares several scripts in alternating rounds
 """

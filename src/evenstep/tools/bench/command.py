@@ -1,4 +1,4 @@
-"""`evenstep bench run` measures a script on several numbers of replicas; `bench compare` several scripts."""
+"""`evenstep bench run` measures a script on several numbers of replicas. `bench compare` compares several scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scaling(args: Namespace) -> int:
     """Measure a script on several numbers of replicas, and write the report.
 
     Args:
-        args: What the command line says.
+        args: The parsed command line.
 
     Raises:
         ConfigurationError: An argument makes no sense.
@@ -34,7 +34,7 @@ def scaling(args: Namespace) -> int:
 
     host = look_at_host()
     replicas = validate_replicas(args.nproc_per_node or default_replicas(_count_places(host, args.device)))
-    # The same for every number of replicas: else one would have the whole host, and all of them a part each.
+    # The same number of threads for every number of replicas. Otherwise a single replica would have the whole host.
     wish = _wish(args, replicas, host.num_cores, has_strong=args.strong)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -51,10 +51,10 @@ def scaling(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
-    """Run scripts in alternating rounds, and print what their steps take and whether their losses are the same.
+    """Run scripts in alternating rounds, and print the times of their steps and whether their losses are equal.
 
     Args:
-        args: What the command line says.
+        args: The parsed command line.
 
     Raises:
         ConfigurationError: An argument makes no sense.
@@ -89,7 +89,7 @@ def _wish(args: Namespace, replicas: tuple[int, ...], num_cores: int, **more: bo
 
 
 def _count_places(host: Host, device: str | None) -> int:
-    """GPUs if there are any that may be used, else cores."""
+    """The number of GPUs if there are any and `--device` allows them, else of cores."""
     return host.num_gpus if host.num_gpus > 0 and device != "cpu" else host.num_cores
 
 

@@ -1,9 +1,9 @@
-"""Scripts beside each other: `evenstep bench compare`. Runs in rounds, ratios with their spread, losses compared.
+"""`evenstep bench compare`: runs several scripts in rounds, and compares their times and losses.
 
 [Note: alternating rounds]
 
 Every round runs each script once, and every other round goes backwards, so that a machine that gets slower favours
-none. A ratio is taken within a round.
+none. Ratios are those of runs in the same round.
 
     round 1    a.py, b.py
     round 2    b.py, a.py
@@ -36,12 +36,12 @@ Losses = Sequence[float | None]  # by step; None where no loss was seen
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Losses of a script beside those of the first one, step by step, relative to the largest of the first script.
+    """A script's losses compared with those of the first script, relative to the first script's largest loss.
 
     Attributes:
-        num_steps: Steps in which both have a loss, of the round with the fewest; 0: nothing was compared.
-        difference: The largest.
-        step: Where that was, from 1 on; 0 if nowhere.
+        num_steps: The number of steps in which both have a loss, in the round with the fewest; 0: nothing was compared.
+        difference: The largest difference.
+        step: The step of the largest difference, from 1; 0 if there is none.
         own: The largest difference between rounds of the first script itself.
     """
 
@@ -64,16 +64,16 @@ class LossComparison:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the scripts, over all rounds.
+    """The results of one script over all rounds.
 
     Attributes:
-        name: Its path; a number follows where the same script is there twice.
-        step_s: The average step.
-        samples_per_s: Throughput of all ranks.
-        rows_per_step: Samples of most steps on all ranks together; 0 if none were seen.
-        ratios: By round: its time over that of the first script, of a sample; of a step where samples aren't known.
-        ratio: The same with its quartiles.
-        losses: Beside those of the first script; None of the first one itself.
+        name: The script's path, with a number if the same script is compared twice.
+        step_s: The time of the average step.
+        samples_per_s: The throughput of all ranks.
+        rows_per_step: The samples of most steps on all ranks together; 0 if none were seen.
+        ratios: By round, the script's time per sample over that of the first script; per step if samples are unknown.
+        ratio: The median and quartiles of `ratios`.
+        losses: The comparison with the first script's losses; None for the first script.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Side:
 
 
 def validate_scripts(scripts: Sequence[str]) -> tuple[str, ...]:
-    """The names under which scripts are shown.
+    """Validate the scripts, and return the names under which they are shown.
 
     Raises:
-        ConfigurationError: There is one only, or one isn't there.
+        ConfigurationError: There is only one script, or one doesn't exist.
     """
     if len(scripts) < 2:
         raise ConfigurationError(
@@ -105,13 +105,13 @@ def validate_scripts(scripts: Sequence[str]) -> tuple[str, ...]:
 def run_all(
     wish: Wish, scripts: Sequence[str], names: Sequence[str], say: Callable[[str], None]
 ) -> list[tuple[Run, ...]]:
-    """The runs of all scripts, by round; in a round in the order of the scripts.
+    """Run all scripts in rounds. Returns the runs by round, each in the order of the scripts.
 
     Args:
-        wish: What is to be measured, but for the script.
-        scripts: Their paths.
-        names: What they are called.
-        say: Told what is going on, a line each.
+        wish: The measurement; its script is ignored.
+        scripts: The paths of the scripts.
+        names: The names of the scripts.
+        say: Called with each line of progress.
 
     Raises:
         UsageError: A script failed, made no steps, or took too long.
@@ -127,11 +127,11 @@ def run_all(
 
 
 def summarise(names: Sequence[str], rounds: Sequence[Sequence[Run]]) -> list[Side]:
-    """Figures of all scripts. Pure.
+    """The results of all scripts. Pure.
 
     Args:
-        names: What scripts are called.
-        rounds: Their runs, by round.
+        names: The names of the scripts.
+        rounds: By round, the runs of the scripts.
     """
     sides = []
     firsts = [runs[0] for runs in rounds]
@@ -155,7 +155,7 @@ def summarise(names: Sequence[str], rounds: Sequence[Sequence[Run]]) -> list[Sid
 
 
 def losses_of(run: Run) -> list[float | None]:
-    """By step, the loss over all ranks: the weighted mean, or the mean of plain backward passes."""
+    """By step, the loss over all ranks: the weighted mean, or the mean over ranks for plain backward passes."""
     found: list[float | None] = []
     for ranks in zip(*(record.losses for record in run.records), strict=False):
         weight = sum(each for _, each in ranks)
@@ -164,7 +164,7 @@ def losses_of(run: Run) -> list[float | None]:
 
 
 def compare_losses(first: Sequence[Losses], others: Sequence[Losses]) -> LossComparison:
-    """Compare losses of the first script and of another one, round by round. Pure."""
+    """Compare the losses of the first script with those of another one, round by round. Pure."""
     found = [_difference(a, b) for a, b in zip(first, others, strict=True)]
     _, difference, step = max(found, key=lambda each: each[1])
     own = max(_difference(first[0], each)[1] for each in first)
@@ -172,13 +172,13 @@ def compare_losses(first: Sequence[Losses], others: Sequence[Losses]) -> LossCom
 
 
 def _difference(some: Losses, others: Losses) -> tuple[int, float, int]:
-    """(steps in which both have a loss, the largest relative difference, the step where it is)."""
+    """(number of steps in which both have a loss, the largest relative difference, the step of that)."""
     pairs = [
         (step, a, b)
         for step, (a, b) in enumerate(zip(some, others, strict=False), 1)
         if a is not None and b is not None
     ]
-    # Relative to the largest of all: one that is nearly zero by chance is no measure.
+    # Relative to the largest loss: the loss of a single step may be nearly zero by chance.
     size = max((abs(a) for _, a, _ in pairs if math.isfinite(a)), default=0.0)
     worst, where = 0.0, 0
     for step, a, b in pairs:
@@ -192,7 +192,7 @@ def _difference(some: Losses, others: Losses) -> tuple[int, float, int]:
 
 
 def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) -> list[str]:
-    """What a reader of the figures should know. Pure."""
+    """Remarks on the figures for the user. Pure."""
     found = common_remarks({side.name: [runs[n] for runs in rounds] for n, side in enumerate(sides)}, wish)
     return found + [
         f"{side.name} takes {counted(side.rows_per_step, 'sample')} a step, and {sides[0].name} "
@@ -202,11 +202,11 @@ def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) 
     ]
 
 
-# ---------------------------------------------------------------------- for people, and for programs
+# ---------------------------------------------------------------------- for users and programs
 
 
 def as_data(sides: Sequence[Side], told: Sequence[str], wish: Wish) -> dict[str, Any]:
-    """What `--json` writes."""
+    """The results as plain data, for `--json`."""
     scripts = [
         {**asdict(side), "losses": side.losses and {**asdict(side.losses), "told": str(side.losses)}} for side in sides
     ]
@@ -220,7 +220,7 @@ def as_data(sides: Sequence[Side], told: Sequence[str], wish: Wish) -> dict[str,
 
 
 def table(sides: Sequence[Side], wish: Wish) -> Table:
-    """A line for each script."""
+    """The results as a table with a row for each script."""
     title = f"On {counted(wish.replicas[0], 'rank')}, {counted(wish.num_rounds, 'round')}"
     made = titled(title, "script", "step, ms", "times the first's", "samples/s")
     for number, side in enumerate(sides):
@@ -232,7 +232,7 @@ def table(sides: Sequence[Side], wish: Wish) -> Table:
 
 
 def verdicts(sides: Sequence[Side]) -> list[str]:
-    """A sentence for each script but the first: its time, and its losses."""
+    """A sentence for each script but the first, on its time and losses."""
     first = sides[0].name
     return [f"{side.name}: {_told(side, first)}; losses: {side.losses}" for side in sides[1:]]
 

@@ -1,27 +1,27 @@
-"""Where the time of a step went: steps of all ranks in, parts that add up to the step out. Pure.
+"""Decomposes the steps of all ranks into parts that add up to the time of a step. Pure.
 
 [Note: who waits for whom]
 
-Ranks wait for each other in collectives, so all have steps of the same length, and who is slow doesn't show in them.
-Two things tell it apart, without comparing clocks:
+Ranks wait for each other in collectives, so all have steps of the same length, and these don't show which rank is slow.
+Two times show it, without comparing clocks:
 
-    own     what a rank did by itself: all of its step but waiting. This is the time until it was ready
+    own     all of a rank's step but waiting: the time until it was ready
     wait    the rest
 
-The rank with the shortest wait came last; what even that one waited is *communication*. What a typical rank (the median
-by `own`) waited longer than that is *imbalance*: it would go if all were as fast. The other parts are those of the
-typical rank.
+The rank with the shortest wait came last. Its wait is *communication*. The further wait of a typical rank (the median
+by `own`) is *imbalance*: it would vanish if all ranks were equally fast. The other parts are those of the typical rank.
 
     rank 0   |-- data --|---- compute ----|......... wait .........|- optimizer -|
     rank 1   |-- data --|-------------- compute -------------|.....|- optimizer -|
                                                               exposed
                                           |--- imbalance ----|
 
-That is for CPUs, where whoever overlaps communication uses the same cores. On GPUs each collective is compared with the
-same one on other ranks, [Note: communication on a GPU] in profile.py: steps come with what is *exposed*.
+That holds for CPUs, where communication that overlaps with computing uses the same cores. On GPUs each collective is
+compared with the same one on other ranks ([Note: communication on a GPU] in profile.py), so the steps already have the
+time of *exposed* communication.
 
-What a rank computes takes longer beside others that want the same cores and memory. *Contention* is what the typical
-rank computes, less what one replica alone needs for as many samples.
+Computing takes longer beside other ranks that use the same cores and memory. *Contention* is the computing time of the
+typical rank, less that of a single replica for as many samples.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _PART_OF = {
     "script": "compute",
     "compute": "compute",
     "idle": "idle",
-}  # by phase; those of a rank on its own
+}  # by phase; "wait" isn't among them, because the rank does nothing itself
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A step in parts, in seconds. They add up to it.
+    """The parts of a step, in seconds. They add up to the step.
 
     Attributes:
-        compute_s: Computing, as long as alone; with the script's own work between the passes.
-        contention_s: Computing, longer than alone.
+        compute_s: Computing, for as long as a single replica needs, with the script's own work between the passes.
+        contention_s: The further computing time, beside other ranks.
         data_s: Waiting for data.
-        idle_s: A GPU has nothing to do, and the host isn't waiting for data.
+        idle_s: The GPU is idle, and the host isn't waiting for data.
         imbalance_s: Waiting for a rank that came later.
-        exposed_s: Communication that nothing hid.
-        engine_s: On CPUs, the wrapper's own work: dividing, module buffers.
+        exposed_s: Communication that no computing overlaps.
+        engine_s: On CPUs, the wrapper's own work: dividing gradients, sending module buffers.
         optimizer_s: On CPUs, the optimizer's step.
     """
 
@@ -69,24 +69,24 @@ class Parts:
 
     @property
     def total_s(self) -> float:
-        """The step."""
+        """The time of the step."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def share(self, *names: str) -> float:
-        """What parts are of the step, 0 to 1. Names without `_s`."""
+        """The fraction of the step that some parts take, from 0 to 1; names without `_s`."""
         total = self.total_s
         return float(sum(getattr(self, f"{name}_s") for name in names)) / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Late:
-    """Who held the others up.
+    """The rank that held up the others.
 
     Attributes:
-        rank: The one that came last most often.
-        share_of_steps: In how many of the steps it did, 0 to 1.
-        phase: In which phase it lost most against a typical rank.
-        excess_s: How much longer it was on its own per step, on average, than a typical rank.
+        rank: The rank that came last most often.
+        share_of_steps: The fraction of steps in which it came last, from 0 to 1.
+        phase: The phase in which it lost most against a typical rank.
+        excess_s: How much longer than a typical rank it took to be ready, per step on average.
     """
 
     rank: int
@@ -97,13 +97,13 @@ class Late:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A run's average step.
+    """The average step of a run, in parts.
 
     Attributes:
-        parts: See `Parts`.
-        late: Who held the others up; None with one rank.
-        ready_s: By rank: how long it was on its own in a step, on average: the time until it was ready.
-        num_steps: Steps that were counted.
+        parts: The parts of the average step.
+        late: The rank that held up the others; None with one rank.
+        ready_s: By rank, the time in a step without waiting, on average: until it was ready.
+        num_steps: The number of steps counted.
     """
 
     parts: Parts
@@ -116,13 +116,13 @@ Steps = Sequence[Sequence[dict[str, float]]]  # by rank, by step: seconds by pha
 
 
 def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decomposition:
-    """Average over a run's steps.
+    """Decompose the steps of a run, and average over them.
 
     Args:
-        steps: By rank, by step: seconds by phase, as `records.steps_in_parts` makes them. As many steps on every rank.
-            With "exposed" where that is known; else a rank exposes what it waits.
-        compute_alone_s: What one replica alone computes for as many samples; None: this is the run that others are
-            compared with.
+        steps: By rank and step, seconds by phase, as `records.steps_in_parts` makes them. As many steps on every rank.
+            With "exposed" if that is known; otherwise a rank's whole wait counts as exposed.
+        compute_alone_s: The computing time of a single replica for as many samples; None if this is the run that
+            others are compared with.
     """
     num_steps = min(map(len, steps), default=0)
     if num_steps == 0:
@@ -145,7 +145,7 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
                 lost[rank][phase] += step.get(phase, 0.0) - typical.get(phase, 0.0)
         own_sums = [before + more for before, more in zip(own_sums, own, strict=True)]
     mean = {name: value / num_steps for name, value in sums.items()}
-    # Clocks are read one after the other: microseconds below zero go to the next part.
+    # Clocks are read one after the other, so a part may be microseconds below zero: the next part absorbs them.
     for part, rest in (("imbalance", "exposed"), ("exposed", "compute")):
         mean[rest] += min(0.0, mean[part])
         mean[part] = max(0.0, mean[part])
@@ -165,5 +165,5 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
 
 
 def in_ms(seconds: float) -> str:
-    """For people: "12.5 ms", "1.2 s"."""
+    """A time as text: "12.5 ms", "1.2 s"."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

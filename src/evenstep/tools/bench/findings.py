@@ -1,17 +1,17 @@
-"""Why a script doesn't scale better: measurements in, causes with their expected gain out. Pure.
+"""Finds the causes why a script doesn't scale better, with their expected gain, from measurements. Pure.
 
-A cause is reported if what it costs was measured, is worth a tenth of the step, and is more than the spread of the
-rounds; where other programs keep cores busy, which makes everything longer, a quarter of the step. Every part of the
-step has one cause at most, so a slow loader isn't called a slow rank as well:
+A cause is reported if its measured cost is at least a tenth of the step, and more than the spread of the rounds. If
+other programs keep cores busy, which makes everything longer, the limit is a quarter of the step. Every part of the
+step has at most one cause, so a slow loader isn't reported as a slow rank as well:
 
     waiting for data          slow loader
     imbalance                 slow rank
-    exposed communication     exposed communication, where another way to exchange is known; else small batch, with all
-                              else that an exchange costs
+    exposed communication     exposed communication, if a faster way to exchange is known; else small batch, with the
+                              other costs of an exchange
     contention                contention: too many threads, or memory bandwidth
     idle (of a GPU)           host-bound
 
-A part of a tenth of the step or more that no finding covers is a note. On a healthy script nothing is reported.
+A part of at least a tenth of the step that no finding covers becomes a note. A healthy script has no findings.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _LOSSES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause.
+    """One cause of lost time.
 
     Attributes:
-        cause: Its name: "slow loader", "slow rank", "exposed communication", "small batch", "contention", "host-bound".
+        cause: The name: "slow loader", "slow rank", "exposed communication", "small batch", "contention", "host-bound".
         what: What was measured.
-        advice: What to do, and what is to be expected of it. Code stands in backquotes.
-        gain: Throughput then, over throughput now: at most.
+        advice: What to do, and the expected result. Code is in backquotes.
+        gain: The throughput without this cause over that with it, at most.
     """
 
     cause: str
@@ -78,15 +78,16 @@ class Case:
     """The input of `find`: one point of a curve.
 
     Attributes:
-        num_replicas: Ranks.
-        rows_per_replica: Samples of a step on one of them.
+        num_replicas: The number of ranks.
+        rows_per_replica: The samples of a step on one rank.
         decomposition: The parts of the step.
-        facts: Those of rank 0.
-        spread: What rounds differ by: the distance of the quartiles of the step over its median.
-        num_threads: How many all ranks have together.
-        syncs: On a GPU: lines that made the host wait, and how often in a step.
-        divides_batch: Strong scaling is measured: what computes more slowly than alone may be the smaller batch.
-        num_cores_elsewhere: Cores of the machine that other programs kept busy.
+        facts: The facts of rank 0.
+        spread: How much rounds differ: the distance of the quartiles of the step over its median.
+        num_threads: The number of threads of all ranks together.
+        syncs: On a GPU, the lines that made the host wait, and how often per step.
+        divides_batch: Whether strong scaling is measured. Then a smaller batch, and not contention, may make computing
+            slower per sample.
+        num_cores_elsewhere: The number of cores that other programs kept busy.
     """
 
     num_replicas: int
@@ -106,17 +107,17 @@ class Case:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs keep cores busy, which makes everything longer."""
+        """Whether other programs keep so many cores busy that all times are longer."""
         return self.num_cores_elsewhere > MANY_ELSEWHERE
 
     @property
     def limit(self) -> float:
-        """The share of a step that a loss must have to be reported: a difference between rounds is no finding."""
+        """The smallest fraction of a step that is reported. It grows with the spread of rounds."""
         return max(WORTH_BESIDE_OTHERS if self.is_disturbed else WORTH, min(MOST_SPREAD, self.spread))
 
     @property
     def held_up_by_one(self) -> bool:
-        """Whether it is always the same rank that comes last, and not now this one and now that."""
+        """Whether the same rank comes last in most steps, more often than by chance."""
         late, num_steps = self.decomposition.late, self.decomposition.num_steps
         if late is None:
             return False
@@ -130,15 +131,15 @@ class Case:
 
     @property
     def has_too_many_threads(self) -> bool:
-        """Whether ranks compute with more threads than there are cores."""
+        """Whether CPU ranks compute with more threads than there are cores."""
         return self.facts.device == "cpu" and self.num_threads > self.facts.num_cores
 
 
-_Told = tuple[float, str, str] | None  # the seconds of a step that would go, what was measured, what to do
+_Told = tuple[float, str, str] | None  # (seconds of a step that would be saved, what was measured, what to do)
 
 
 def find(case: Case) -> list[Finding]:
-    """The causes, the costliest first."""
+    """The causes of lost time, the costliest first."""
     found = []
     for (cause, _), rule in _RULES.items():
         if (told := rule(case)) is not None:
@@ -150,7 +151,7 @@ def find(case: Case) -> list[Finding]:
 
 
 def unexplained(case: Case, findings: Sequence[Finding]) -> list[str]:
-    """Losses of a tenth of the step or more that no finding covers."""
+    """Texts on lost parts of at least a tenth of the step that no finding covers."""
     causes = {finding.cause for finding in findings}
     covered = {part for cause, parts in _RULES if cause in causes for part in parts}
     return [
@@ -172,9 +173,9 @@ def _slow_loader(case: Case) -> _Told:
         saved_s = min(parts.data_s, facts.starting_s)
         what += f"; {in_ms(saved_s)} of it for the first batches of epochs, whose workers start anew"
         return saved_s, what, "keep them with `persistent_workers=True`"
-    loading_s = parts.data_s if facts.num_workers == 0 else facts.num_workers * parts.total_s  # of one process
+    loading_s = parts.data_s if facts.num_workers == 0 else facts.num_workers * parts.total_s  # in one process
     needed = max(math.ceil(loading_s / rest_s), facts.num_workers + 1)
-    # Ranks that compute on the CPU leave fewer cores to loaders than ranks that launch kernels.
+    # Ranks that compute on the CPU need a core for each thread, others one core to launch kernels.
     free = facts.num_cores - (case.num_threads if facts.device == "cpu" else case.num_replicas)
     fitting = max(0, free // case.num_replicas)
     if needed <= fitting:
@@ -196,7 +197,7 @@ def _slow_rank(case: Case) -> _Told:
 
 
 def _exposed(case: Case) -> _Told:
-    """Communication that no computing hides, where there is something else to be done about it than a larger batch."""
+    """Communication that no computing overlaps, if there is a better remedy than a larger batch."""
     parts, facts = case.parts, case.facts
     exchange_s = parts.exposed_s + parts.engine_s
     if case.num_replicas == 1 or exchange_s < case.limit * parts.total_s:
@@ -212,7 +213,7 @@ def _exposed(case: Case) -> _Told:
         )
     if facts.wrapper == "fsdp":
         return (
-            parts.exposed_s / 3,  # of three exchanges that are about as large
+            parts.exposed_s / 3,  # one of three exchanges of about the same size
             f"{what}; FSDP2 gathers parameters twice, and scatters gradients",
             "where memory allows it (`evenstep estimate` says), gather once: `fully_shard(..., "
             "reshard_after_forward=False)`, or `evenstep.ShardedOptimizer`; at best",
@@ -221,9 +222,9 @@ def _exposed(case: Case) -> _Told:
 
 
 def _small_batch(case: Case) -> _Told:
-    """What an exchange costs whatever the batch, with waiting for whichever rank is last."""
+    """The costs of an exchange that don't depend on the batch, with waits for whichever rank is last."""
     parts = case.parts
-    # Ranks that are late because of other programs are late for reasons that no batch changes.
+    # A larger batch doesn't shorten waits for ranks that other programs delay, so these don't count.
     late_s = parts.imbalance_s if case.held_up_by_one else 0.0
     jitter_s = 0.0 if case.is_disturbed else parts.imbalance_s - late_s
     exchange_s = parts.exposed_s + parts.engine_s
@@ -231,9 +232,9 @@ def _small_batch(case: Case) -> _Told:
     if case.num_replicas == 1 or fixed_s < case.limit * parts.total_s or _exposed(case) is not None:
         return None
     if case.has_too_many_threads and _contention(case) is not None:
-        return None  # then exchanges are slow, and ranks late, for that reason
+        return None  # too many threads explain slow exchanges and late ranks
     if jitter_s > max(SCHEDULING_S, exchange_s, WORTH_UNSURE * parts.total_s):
-        return None  # it is not the exchange that costs
+        return None  # the waits cost more than the exchange
     waits = f", and {in_ms(jitter_s)} are waiting for whichever rank is last" if jitter_s > 0 else ""
     twice_s = parts.total_s + parts.data_s + parts.contention_s + parts.compute_s + late_s  # with twice the batch
     rows = case.rows_per_replica

@@ -1,10 +1,10 @@
-"""Which runs are measured, and in which order. Pure.
+"""The runs of a measurement and their order. Pure.
 
 [Note: rounds]
 
-A machine drifts: it warms up, others use it. If all runs on one replica came first and all on four last, the drift
-would look like scaling. So every round has each setting once, one round goes up and the next one down, and replicas are
-compared within a round.
+The speed of a machine drifts: it warms up, others use it. If all runs on one replica came first and all on four last,
+the drift would look like scaling. So every round has each setting once, the order alternates between rounds, and
+numbers of replicas are compared within a round.
 
     round 0    1, 2, 4 replicas
     round 1    4, 2, 1
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from evenstep.errors import ConfigurationError
 
 NUM_WARMUP = 5
-"""Steps that are made first and not counted. In the first one the models are looked for."""
+"""The number of first steps that aren't counted. The models are found at the end of the first one."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,9 +27,9 @@ class Setting:
     """One point of a curve.
 
     Attributes:
-        num_replicas: Ranks of the run.
-        global_batch_size: Samples of a loader's batch on all ranks together; None: as the script says.
-        growth: By how much larger than on the fewest replicas the global batch is.
+        num_replicas: The number of ranks of the run.
+        global_batch_size: The samples of a loader's batch on all ranks together; None: as the script says.
+        growth: The factor by which the global batch is larger than on the fewest replicas.
     """
 
     num_replicas: int
@@ -38,15 +38,15 @@ class Setting:
 
 
 def default_replicas(num_places: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the number of GPUs, or of cores."""
+    """The numbers of replicas by default: 1, 2, 4, ... up to the number of GPUs or cores."""
     return tuple(1 << power for power in range(max(1, num_places.bit_length())))
 
 
 def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
-    """In order and once each.
+    """Sort numbers of replicas and remove duplicates.
 
     Raises:
-        ConfigurationError: There are none, or one isn't positive, or not a multiple of the smallest.
+        ConfigurationError: There are none, or a number isn't positive or no multiple of the smallest.
     """
     chosen, said = tuple(sorted(set(replicas))), f"--nproc-per-node {','.join(map(str, replicas))}"
     if not chosen or chosen[0] < 1:
@@ -59,15 +59,15 @@ def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def plan_settings(replicas: Sequence[int], batch: int | None, *, has_strong: bool) -> dict[str, tuple[Setting, ...]]:
-    """The settings of each curve, "weak" and perhaps "strong"; both begin with the same one.
+    """The settings of each curve, "weak" and perhaps "strong". Both begin with the same setting.
 
     Args:
-        replicas: In order, multiples of the first.
-        batch: Samples of a step on the fewest replicas; None: it is unknown, and stays as it is.
-        has_strong: Whether one batch is also divided over the replicas.
+        replicas: The numbers of replicas, in order, multiples of the first.
+        batch: The samples of a step on the fewest replicas; None: unknown, so the batch size isn't changed.
+        has_strong: Whether to measure strong scaling, too: one batch is divided over the replicas.
 
     Raises:
-        ConfigurationError: The batch has no sample for every replica, or is unknown, and is to be divided.
+        ConfigurationError: Strong scaling is wanted, but the batch is unknown or has fewer samples than replicas.
     """
     grown = [(number, number // replicas[0]) for number in replicas]
     curves = {"weak": tuple(Setting(n, None if batch is None else batch * by, by) for n, by in grown)}

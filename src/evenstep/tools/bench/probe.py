@@ -1,8 +1,8 @@
 """One rank of a measured run: `python -m evenstep.tools.bench.probe SCRIPT ARGS...`, started by `evenstep run`.
 
-The probe counts optimizer steps, ends the run after enough of them, and leaves a record. With several optimizers the
-busiest one counts, as on the progress page. Until the first step has ended the script may still be making its models:
-the probe looks for them then.
+The probe counts optimizer steps, ends the run after enough of them, and writes a record. Of several optimizers, the one
+with the most steps counts. The probe looks for the models when the first step has ended, because the script may make
+models until then.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _LONGEST_FAREWELL_S = 60.0
 
 
 class Probe(Subscriber):
-    """Watches this process.
+    """Measures the steps of this process.
 
     Args:
-        asked: The request: measured steps, batch size.
-        placement: Which rank this is.
+        asked: The request, with the number of steps and the batch size.
+        placement: The rank of this process.
     """
 
     def __init__(self, asked: Measurement, placement: Placement) -> None:
@@ -57,10 +57,10 @@ class Probe(Subscriber):
         self._rows: list[int] = []
         self._batches: list[int] = []
         self._rows_before = 0
-        self._num_read = self._last_read = 0  # samples of all batches, and of the newest
+        self._num_read = self._last_read = 0  # samples of all batches, and of the newest one
         self._num_workers = 0
         self._keeps_workers = self._is_epochs_first = False
-        self._starting_ns = 0  # in counted steps, for first batches of epochs
+        self._starting_ns = 0  # waits for the first batches of epochs, in counted steps
         self._models = ModelWatch(self._marks)
         self._losses = LossWatch()
         self._scratch = Scratch(Path(asked.directory))
@@ -69,18 +69,18 @@ class Probe(Subscriber):
         self._profiling: Profiling | None = None
 
     def install(self, patches: Patches) -> None:
-        """Watch this process until the patches are undone."""
+        """Start to measure, until the patches are undone."""
         total = self._asked.global_batch_size
         if total is not None:
             rows = max(1, total // self._placement.world_size)
-            # 1 is torch's default; evenstep's own loader gives torch's no batch size.
+            # 1 is torch's default, which evenstep's loader leaves to torch's inside it.
             replace_batch_sizes(patches, lambda size: rows if size > 1 else size)
         idle_checkpointers(patches)
         self._scratch.install(patches)
         losses = [self._losses] if self._asked.watches_losses else []
         Recorder(self, self._models, *losses).install(patches)
         if losses:
-            # A script that sets no seed begins with the same weights in every run, and so its losses can be compared.
+            # So that a script without a seed begins with the same weights in every run, and its losses can be compared.
             random.seed(self._placement.rank)
             torch.manual_seed(self._placement.rank)
 
@@ -100,14 +100,14 @@ class Probe(Subscriber):
         """See base class."""
         self._is_epochs_first = False
         self._num_workers = loop.loader.num_workers
-        of_torch = getattr(loop.loader, "_torch_loader", loop.loader)  # evenstep's has one that keeps its workers
+        of_torch = getattr(loop.loader, "_torch_loader", loop.loader)  # evenstep's loader has a torch loader inside
         self._keeps_workers = of_torch.persistent_workers
         self._last_read = num_rows(batch)
         self._num_read += self._last_read
         self._has_loader = True
 
     def repeats(self, loop: Loop) -> bool:
-        """A loop that trains gets another epoch, until the run is over."""
+        """Give a training loop another epoch, until the run is over."""
         self._is_epochs_first = not self._is_written and self.recorder.num_steps != loop.steps_before
         return self._is_epochs_first
 
@@ -126,7 +126,7 @@ class Probe(Subscriber):
         asked = self._asked
         enough = NUM_WARMUP + asked.num_steps
         if len(self._steps_ns) + 1 in (NUM_WARMUP, enough) and self._is_on_gpu():
-            torch.cuda.synchronize()  # the host runs ahead; between these two moments it may not have
+            torch.cuda.synchronize()  # the host runs ahead of the GPU; the first and last counted times mustn't
             now = perf_counter_ns()
         if len(self._steps_ns) < enough:
             self._steps_ns.append(now)
@@ -157,7 +157,7 @@ class Probe(Subscriber):
     # ------------------------------------------------------------------ the end
 
     def write(self) -> None:
-        """Leave the record, once; also that of a script which ended before it had made enough steps."""
+        """Write the record, once; also for a script that ended before it made enough steps."""
         if self._is_written or not self._steps_ns:
             return
         self._is_written = True
@@ -189,28 +189,28 @@ class Probe(Subscriber):
         write_record(record, record_file(self._asked, self._placement.rank))
 
     def _leave(self) -> None:
-        # A script that catches the end goes on; nothing is counted any more, and its next step ends it.
+        # A script that catches the `SystemExit` goes on. Its next step ends the process.
         register_optimizer_step_post_hook(lambda *_: os._exit(0))
         rank, world_size = self._placement.rank, self._placement.world_size
         leave_together(Path(self._asked.directory), rank, world_size, _LONGEST_FAREWELL_S)
 
 
 def record_file(asked: Measurement, rank: int) -> Any:
-    """Where a rank leaves its record."""
+    """The file for the record of a rank."""
     return Path(asked.directory) / f"rank-{rank}.json"
 
 
 class Profiling:
-    """Has torch's profiler see the next `NUM_STEPS` steps, and on a GPU what makes the host wait.
+    """Runs torch's profiler for the next `NUM_STEPS` steps, and on a GPU records the lines where the host waits.
 
     Args:
-        trace: The file of what it has seen.
-        is_on_gpu: Whether the model is on one.
-        is_wanted: Else nothing is seen, and it is over. So it is where the script has a profiler of its own.
+        trace: The file for the trace.
+        is_on_gpu: Whether the model is on a GPU.
+        is_wanted: Whether to profile at all. If not, or if the script runs a profiler itself, this is over at once.
 
     Attributes:
-        is_over: Whether all of them were seen.
-        profile: What came of it; None before it is over.
+        is_over: Whether all steps were profiled.
+        profile: The profile; None before it is over.
     """
 
     def __init__(self, trace: Path, is_on_gpu: bool, *, is_wanted: bool) -> None:
@@ -229,7 +229,7 @@ class Profiling:
             self._waits.listen()
 
     def step_ended(self) -> None:
-        """One of the steps has ended; after the last one the profile is there."""
+        """A step has ended. After the last one, read the profile."""
         self._num_steps += 1
         if self._num_steps < NUM_STEPS:
             return
@@ -249,18 +249,18 @@ class Profiling:
 
 
 def is_of_the_script(filename: str) -> bool:
-    """Whether a file is the user's own: neither torch's nor ours."""
+    """Whether a file is the user's own, and neither torch's nor evenstep's."""
     return not any(Path(filename).is_relative_to(Path(str(each.__file__)).parent) for each in (torch, errors))
 
 
 def _of_passes(marks: list[int]) -> list[int]:
-    """Marks of evenstep's models without buckets and optimizers, whose steps the probe has seen itself."""
+    """The marks of evenstep's models that belong to passes, without those of buckets and optimizers."""
     kept = [(what, when) for what, when in zip(marks[::2], marks[1::2], strict=True) if what < OPTIMIZER]
     return [number for pair in kept for number in pair]
 
 
 def main(arguments: list[str]) -> None:
-    """Have this process watched, and run the script in it.
+    """Run the script in this process, and measure it.
 
     Raises:
         ConfigurationError: No measurement was requested.

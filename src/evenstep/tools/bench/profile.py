@@ -1,18 +1,18 @@
-"""What torch's profiler saw in a few steps: from a rank's trace, and then from those of all ranks. Pure.
+"""Reads traces of torch's profiler over a few steps, first of one rank and then of all ranks together. Pure.
 
 [Note: communication on a GPU]
 
-A kernel of NCCL runs from the moment at which this rank arrives to the moment at which all have what they need. So it
-also lasts while others are late. Taken whole, a starved loader on one rank would look like a slow network on the
-others. Each is compared with the same one on the other ranks, which needs no common clock:
+A kernel of NCCL runs from the moment when this rank arrives until the exchange is done, so its time includes waiting
+for late ranks. If all of it counted as communication, a slow loader on one rank would look like a slow network on the
+others. So each kernel is compared with the same one on the other ranks, which needs no common clock:
 
     rank 0   |-- backward ----|======= all-reduce 7 =======|-- optimizer -|      the shortest of both: communication
     rank 1   |-- backward -----------------|= all-reduce 7 =|-- optimizer -|     what is longer: waiting for rank 1
 
-Communication is the end of a kernel, as long as the shortest one; *exposed* is what of it no computing of this rank
-overlaps. *Waiting* is the part of the rest that no computing overlaps. When neither computing nor communication runs,
-the GPU is *idle*: the host waits for data, or hasn't launched the next kernel yet. A rank that waits for a late one
-computes nothing meanwhile, so what a run exposes is that of the rank which exposes least.
+Communication is the last part of a kernel, as long as the shortest of these kernels. The part of it that no computing
+of this rank overlaps is *exposed*. *Waiting* is the earlier part that no computing overlaps. When neither computing nor
+communication runs, the GPU is *idle*: the host waits for data, or hasn't launched the next kernel yet. A rank that
+waits for a late one computes nothing meanwhile, so the exposed time of a run is that of the rank with the least.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 
 NUM_STEPS = 6
-"""Steps that are profiled, after those that count."""
+"""The number of profiled steps, after those that count."""
 WINDOW = "evenstep:profiled steps"
-"""The name of the range around them."""
+"""The name of the profiler's range around the profiled steps."""
 
 Interval = tuple[float, float]  # seconds, on the clock of one rank's trace
 
@@ -40,10 +40,10 @@ class Profile:
     """One rank's profile.
 
     Attributes:
-        window: From the first step to the end of the last one.
-        computing: When the GPU computed; empty without one.
-        collectives: (group, kind and number, from, to) of each kernel of NCCL, in order of time.
-        syncs: Lines of the script that made the host wait for the GPU, and how often in a step.
+        window: The time from the begin of the first profiled step to the end of the last one.
+        computing: The times when the GPU computed; empty without a GPU.
+        collectives: (group, kind and number as one text, from, to) of each kernel of NCCL, in order of time.
+        syncs: The lines of the script that made the host wait for the GPU, and how often per step.
     """
 
     window: Interval
@@ -53,7 +53,7 @@ class Profile:
 
 
 def read_trace(path: Path) -> Profile:
-    """The profile of a trace that torch's profiler has written, packed with gzip."""
+    """Read a gzipped trace of torch's profiler."""
     with gzip.open(path, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     window, counts = (0.0, 0.0), Counter[str]()
@@ -75,7 +75,7 @@ def read_trace(path: Path) -> Profile:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, in order, where those that overlap are one."""
+    """Intervals in order, with overlapping ones merged."""
     found: list[Interval] = []
     for since, until in sorted(intervals):
         if found and since <= found[-1][1]:
@@ -86,13 +86,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def device_steps(profiles: Sequence[Profile]) -> list[list[dict[str, float]]]:
-    """The steps of GPUs in parts, by rank: seconds of "compute", "exposed", "wait" and "idle".
+    """By rank, the steps of its GPU in parts: seconds of "compute", "exposed", "wait" and "idle".
 
-    A step lasts from the end of its predecessor's last collective to the end of its own. Without collectives, or where
-    steps have different numbers of them, all steps are one.
+    A step lasts from the end of its predecessor's last collective to the end of its own last one. Without collectives,
+    or if their number isn't the same in each step, all steps count as one.
 
     Args:
-        profiles: All ranks'.
+        profiles: By rank, its profile.
     """
     shortest: dict[str, float] = {}
     for key, since, until in (each for profile in profiles for each in profile.collectives):
@@ -104,7 +104,7 @@ def device_steps(profiles: Sequence[Profile]) -> list[list[dict[str, float]]]:
 
 
 def _ends(profile: Profile) -> Sequence[float]:
-    """Where steps end, and before that where the first one begins."""
+    """The time when the first step begins, and those when each step ends."""
     per_step, rest = divmod(len(profile.collectives), NUM_STEPS)
     if per_step == 0 or rest:
         return profile.window
@@ -112,7 +112,7 @@ def _ends(profile: Profile) -> Sequence[float]:
 
 
 def _in_parts(profile: Profile, shortest: dict[str, float], since: float, until: float) -> dict[str, float]:
-    """A stretch of time in parts; see [Note: communication on a GPU]."""
+    """An interval in parts; see [Note: communication on a GPU]."""
     transfers = [(max(began, ended - shortest[key]), ended) for key, began, ended in profile.collectives]
     kernels = [(began, ended) for _, began, ended in profile.collectives]
 

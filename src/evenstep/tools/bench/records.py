@@ -1,17 +1,17 @@
-"""What a rank of a measured run leaves behind, and its steps in parts. Pure.
+"""The record that a rank of a measured run writes, and its steps in parts. Pure.
 
 [Note: a step in parts]
 
-Marks are pairs of what happened and when, as in `ground/health/telemetry.py`, and a few more. At every instant a rank
-is in one *phase*; a mark changes it. So the phases of a step add up to the step, whatever is missing or doubled.
+Marks are pairs (event, time) as in `ground/health/telemetry.py`, with a few more events. At every instant a rank is in
+one *phase*, which a mark changes. So the phases of a step add up to the step, even if marks are missing or doubled.
 
     phase       from              to
-    data        DATA              DATA_END: what it was before
-    wait        COLLECTIVE        COLLECTIVE_END: what it was before. One that the script calls, or FSDP2 in a pass
+    data        DATA              DATA_END: back to the phase before
+    wait        COLLECTIVE        COLLECTIVE_END: back to the phase before. Called by the script, or by FSDP2 in a pass
     sync        SYNC              the wrapper's own work before the module runs: module buffers are sent
     forward     FORWARD           FORWARD_END
-    backward    BACKWARD          WAITING: the gradients of this rank are there, and on their way
-    wait        WAITING           REDUCED: they are the mean
+    backward    BACKWARD          WAITING: the gradients of this rank are computed, and their exchange is launched
+    wait        WAITING           REDUCED: the gradients are averaged
     engine      REDUCED           END, or the end of the backward pass
     optimizer   OPTIMIZER         OPTIMIZER_END
     script      everything else: the loss, metrics, `.item()`, logging, zero_grad
@@ -63,19 +63,19 @@ _INTERRUPTS = {DATA: "data", COLLECTIVE: "wait"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What doesn't change from step to step.
+    """Facts that don't change from step to step.
 
     Attributes:
         device: "cpu" or "cuda".
-        wrapper: What averages the gradients: "evenstep", "torch" (its DistributedDataParallel), "fsdp", or "" if
-            nothing was found.
-        backend: The process group's; "" without one.
-        num_threads: How many the rank's operations have on the CPU.
-        num_cores: That the rank may use; all ranks of a host share them.
-        num_workers: How many the loader has that training reads from.
-        has_loader: Whether a loader was seen at all.
-        keeps_workers: Whether its workers live on from one epoch to the next.
-        starting_s: How long the average counted step waits for the first batch of an epoch; part of its waits for data.
+        wrapper: The wrapper that averages gradients: "evenstep", "torch" (its DistributedDataParallel), "fsdp", or ""
+            if none was found.
+        backend: The backend of the process group; "" without a group.
+        num_threads: The number of threads of the rank's operations on the CPU.
+        num_cores: The number of cores that the rank may use. All ranks of a host share them.
+        num_workers: The number of workers of the loader.
+        has_loader: Whether a loader was seen.
+        keeps_workers: Whether the loader's workers live on from one epoch to the next.
+        starting_s: The wait of the average counted step for first batches of epochs; part of its waits for data.
     """
 
     device: str = "cpu"
@@ -91,22 +91,23 @@ class Facts:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's account of a run.
+    """The measurements of one rank of a run.
 
     Attributes:
-        rank: This one, among `world_size`.
-        num_warmup: Steps that aren't counted.
-        steps_ns: When each optimizer step ended, on the clock of `time.perf_counter_ns`: the first entry is the end of
-            the first step.
-        rows: Samples that the model was given, by step.
-        marks: [what, when in ns, ...], in order of time.
-        facts: See there.
-        saved: Files that the script wanted to write and that were kept out of its way.
-        batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
-            where a model is called twice with the same.
-        losses: By step, also of the warm-up, (losses times their weights, weights) of its backward passes, each summed.
-            Plain passes add up, and weigh 1 together. Weights of 0: none was seen. Empty where nobody asked for them.
-        profile: What torch's profiler saw in a few steps after those that count; None: it didn't run.
+        rank: The rank.
+        world_size: The number of ranks.
+        num_warmup: The number of first steps that aren't counted.
+        steps_ns: The time when each optimizer step ended, on the clock of `time.perf_counter_ns`.
+        rows: By step, the samples that the model was called with.
+        marks: [event, time in ns, ...], in order of time.
+        facts: Facts that don't change from step to step.
+        saved: The paths of files that the script wanted to write, and that were redirected.
+        batches: By step, the samples of the loader's newest batch: fewer than `rows` if a step takes several batches,
+            or if the model is called twice with the same batch.
+        losses: By step, also of the warm-up, (sum of losses times their weights, sum of weights) of the backward
+            passes. Losses of plain passes are added up, with the weight 1 together. The weight is 0 if no loss was
+            seen. Empty if losses weren't requested.
+        profile: The profile of a few steps after the counted ones; None if there was no profiler.
     """
 
     rank: int
@@ -123,37 +124,37 @@ class RankRecord:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are counted."""
+        """The number of counted steps."""
         return max(0, len(self.steps_ns) - self.num_warmup)
 
     @property
     def step_s(self) -> float:
-        """The average counted step."""
+        """The time of the average counted step."""
         return (self.steps_ns[-1] - self.steps_ns[self.num_warmup - 1]) / self.num_steps / 1e9
 
     @property
     def rows_per_step(self) -> float:
-        """Samples of a counted step, on average."""
+        """The average number of samples of a counted step."""
         return sum(self.rows[self.num_warmup :]) / self.num_steps
 
     def most_often(self, counts: Sequence[int]) -> int:
-        """The number of samples that most counted steps have, by `rows` or `batches`; 0 without a counted step."""
+        """The most frequent number of samples in counted steps, from `rows` or `batches`; 0 without counted steps."""
         usual = Counter(counts[self.num_warmup :]).most_common(1)
         return usual[0][0] if usual else 0
 
 
 def write_record(record: RankRecord, path: Path) -> None:
-    """Leave it for the others; whole or not at all."""
+    """Write a record to a file, atomically."""
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(asdict(record)))
     draft.rename(path)
 
 
 def read_record(path: Path) -> RankRecord:
-    """What `write_record` wrote.
+    """Read a record that `write_record` wrote.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no record.
     """
     if not path.exists():
         raise UsageError(
@@ -170,19 +171,18 @@ def _tuples(value: Any) -> Any:
 
 
 def sorted_marks(marks: Sequence[int]) -> list[int]:
-    """In order of time; what happened at the same instant stays in its order."""
+    """Marks in order of time. Marks with equal times keep their order."""
     pairs = sorted(zip(marks[::2], marks[1::2], strict=True), key=lambda pair: pair[1])
     return [number for pair in pairs for number in pair]
 
 
 def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str, int, int]]:
-    """The phases of a stretch of time, one after the other without a gap: (phase, from, to).
+    """(phase, from, to) for each phase of an interval, one after the other without gaps.
 
     Args:
-        marks: In order of time; those outside the stretch are passed over, except that the ones before say in which
-            phase it begins.
-        began_ns: Where the stretch begins.
-        ended_ns: And ends.
+        marks: The marks in order of time. Those before the interval decide the phase in which it begins.
+        began_ns: The begin of the interval.
+        ended_ns: The end of the interval.
     """
     found: list[tuple[str, int, int]] = []
     phase, since, interrupted = "script", began_ns, dict.fromkeys(_INTERRUPTS.values(), "script")
@@ -206,12 +206,12 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
 
 
 def steps_in_parts(record: RankRecord) -> list[dict[str, float]]:
-    """Every counted step: seconds by phase, all of `PHASES`; they add up to the step."""
+    """For every counted step, seconds by phase, for all `PHASES`. They add up to the step."""
     if record.num_warmup == 0:
         raise ValueError("the first step has no beginning: at least one step of warm-up is needed")
     ends = record.steps_ns[record.num_warmup - 1 :]
     found = [dict.fromkeys(PHASES, 0.0) for _ in ends[1:]]
-    # A mark that begins no phase cuts the one in which a step ends.
+    # `_STEP_END` begins no phase, but cuts the phase in which a step ends into two spans.
     marks = sorted_marks([*record.marks, *(number for end in ends for number in (_STEP_END, end))])
     for phase, since, until in spans(marks, ends[0], ends[-1]):
         found[bisect(ends, since) - 1][phase] += (until - since) / 1e9

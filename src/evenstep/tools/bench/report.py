@@ -1,4 +1,4 @@
-"""All that was measured: one dictionary (`report.json`), and tables on the terminal."""
+"""The report of a measurement: one dictionary (`report.json`), and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenstep.tools.observing.thresholds import WELL
 
 VERSION = 3
 
-# In the order of a step; what is lost stands above what is used.
+# In the order of the table.
 PART_NAMES = {
     "compute": "computing",
     "contention": "contention",
@@ -43,7 +43,7 @@ def build_report(measured: Measured, version: str) -> dict[str, Any]:
     """The report as plain data. Pure.
 
     Args:
-        measured: What came of the runs.
+        measured: The runs.
         version: evenstep's version.
     """
     curves = {name: curve(settings, measured.rounds) for name, settings in measured.curves.items()}
@@ -70,7 +70,7 @@ def build_report(measured: Measured, version: str) -> dict[str, Any]:
 
 
 def case_of(point: Point, *, divides_batch: bool = False) -> Case:
-    """The input of `find` for one point of a curve; `divides_batch`: of strong scaling."""
+    """The input of `find` for one point of a curve. `divides_batch` is true for strong scaling."""
     records = point.run.records
     profile = records[0].profile
     return Case(
@@ -103,11 +103,11 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- for people
+# ---------------------------------------------------------------------- for users
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Tables, findings and remarks."""
+    """Print tables, findings and remarks."""
     for name, points in report["curves"].items():
         console.print(_scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(_parts_table(points))
@@ -125,7 +125,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def titled(title: str, *columns: str, **settings: Any) -> Table:
-    """A table whose columns of figures, all but the first, stand to the right."""
+    """Make a table with all columns but the first aligned to the right."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", **settings)
@@ -133,7 +133,7 @@ def titled(title: str, *columns: str, **settings: Any) -> Table:
 
 
 def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: int) -> Table:
-    """Throughput, speed-up, and efficiency with its quartiles over rounds."""
+    """The table of throughput, speed-up, and efficiency with its quartiles over rounds."""
     columns = ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency")
     table = titled(title, *columns, no_wrap=True)
     for point in points:
@@ -151,7 +151,7 @@ def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: 
 
 
 def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """The step in parts: milliseconds, and what they are of the step. Parts that no step has are left out."""
+    """The table of the parts of a step: time, and fraction of the step. Parts that no step has are left out."""
     table = titled("Where a step goes", "", *(f"{point['num_replicas']}" for point in points))
     totals = [sum(point["parts"].values()) for point in points]
     for name, words in PART_NAMES.items():
@@ -165,7 +165,7 @@ def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _told(report: Mapping[str, Any], width: int) -> list[str]:
-    """Causes, with what to do and what is to be expected of it: lines that cut no code in backquotes."""
+    """The lines on findings, wrapped without breaking code in backquotes."""
     found = []
     for finding in report["findings"]:
         found += ["", f"{finding['cause']} ({finding['curve']} scaling): up to {finding['gain']:.2f} times as fast"]

@@ -1,4 +1,4 @@
-"""Starting the runs of a measurement, one after the other, and reading what their ranks have left."""
+"""Starts the runs of a measurement one after the other, and reads the records of their ranks."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from evenstep.tools.observing.launch import Observed, launched
 from evenstep.tools.observing.thresholds import MANY_ELSEWHERE
 
 LONGEST_S = 900.0
-"""A run that takes longer is ended."""
+"""The longest time of a run; then it is ended."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be measured.
+    """A request for a measurement.
 
     Attributes:
-        script: The user's.
-        arguments: Its own.
-        replicas: Numbers of ranks, in order.
-        num_steps: Steps that are counted.
-        num_rounds: How often each setting is measured.
-        num_threads: How many each rank has, however many ranks there are.
-        device: As for `evenstep run`; None: GPUs if there are any.
-        has_strong: Whether one batch is also divided over the replicas.
-        watches_losses: Whether losses are recorded, and not where the time goes. A script that sets no seed begins with
-            one then.
+        script: The user's script.
+        arguments: The command-line arguments of the script.
+        replicas: The numbers of ranks, in order.
+        num_steps: The number of steps to count.
+        num_rounds: The number of times that each setting is measured.
+        num_threads: The number of threads of each rank, the same for all numbers of ranks.
+        device: The value of `evenstep run --device`; None: GPUs if there are any.
+        has_strong: Whether to measure strong scaling, too: one batch is divided over the replicas.
+        watches_losses: Whether to record losses, and not to run the profiler. Then the random generators are seeded,
+            for scripts that set no seed.
     """
 
     script: str
@@ -60,13 +60,13 @@ class Wish:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of it.
+    """The runs of a measurement.
 
     Attributes:
         wish: The request.
         curves: The settings of each curve.
-        rounds: The runs of each round.
-        remarks: What a reader of the figures should know.
+        rounds: By round, the runs by setting.
+        remarks: Remarks on the figures for the user.
     """
 
     wish: Wish
@@ -76,12 +76,12 @@ class Measured:
 
 
 class Series:
-    """Runs, one after the other. Each is announced, with its number and about how long the rest takes.
+    """Starts runs one after the other. Announces each with its number and the estimated time that is left.
 
     Args:
-        num_runs: How many there will be.
-        root: An empty directory for what ranks leave.
-        say: Told what is going on, a line each.
+        num_runs: The number of runs to come.
+        root: An empty directory for the records of ranks.
+        say: Called with each line of progress.
     """
 
     def __init__(self, num_runs: int, root: Path, say: Callable[[str], None]) -> None:
@@ -91,7 +91,7 @@ class Series:
         say(f"{counted(num_runs, 'run')}, {each}; after the first it is told about how long the rest takes")
 
     def run(self, words: str, setting: Setting, wish: Wish, traces: Path | None = None) -> Run:
-        """One run, as `run_once`; `words` say which."""
+        """Announce and make one run; see `run_once`. `words` describe it."""
         rest = ""
         if done := self._num_done:
             left_s = (time.monotonic() - self._began_s) / done * (self._num_runs - done)
@@ -108,13 +108,13 @@ class Series:
         done: Mapping[_Key, Run] | None = None,
         traces: Mapping[_Key, Path] | None = None,
     ) -> list[dict[_Key, Run]]:
-        """The runs of each round: each job once, forward in one round and backward in the next one; [Note: rounds].
+        """Make the runs of all rounds: each job once per round, in alternating order. See [Note: rounds] in plan.py.
 
         Args:
-            jobs: What is run: in words, its setting, and the rest.
-            num_rounds: How often.
-            done: Runs of the first round that were made before.
-            traces: For which jobs the profiler's traces are kept, and where.
+            jobs: By key, a description, the setting and the request.
+            num_rounds: The number of rounds.
+            done: By key, runs of the first round that were made before.
+            traces: By key, the directory for the profiler's traces; other jobs' traces aren't kept.
         """
         found: list[dict[_Key, Run]] = []
         for number in range(num_rounds):
@@ -127,22 +127,22 @@ class Series:
 
 
 def measure(wish: Wish, say: Callable[[str], None], traces: Path) -> Measured:
-    """Run everything.
+    """Make all runs of a measurement.
 
     Args:
-        wish: What is to be measured.
-        say: Told what is going on, a line each.
-        traces: Directory of what the profiler has seen in the last run on the most replicas.
+        wish: The request.
+        say: Called with each line of progress.
+        traces: The directory for the profiler's traces of the last run on the most replicas.
 
     Raises:
-        ConfigurationError: The script isn't there, or a batch can't be divided.
+        ConfigurationError: There is no such script, or a batch can't be divided.
         UsageError: A run failed, made no steps, or took too long.
     """
     validate_script(wish.script)
     fewest, num_curves = wish.replicas[0], 2 if wish.has_strong else 1
     with private_directory("bench") as root:
         series = Series(wish.num_rounds * (num_curves * (len(wish.replicas) - 1) + 1), root, say)
-        # What the script itself asks for on the fewest replicas is what the others are compared with.
+        # The other settings are compared with the script's own batch on the fewest replicas.
         as_it_is = Setting(fewest, None)
         first = series.run(f"{counted(fewest, 'replica')}, {wish.script} as it is", as_it_is, wish, traces)
         batch = first.loader_batch if first.records[0].facts.has_loader else 0
@@ -156,7 +156,7 @@ def measure(wish: Wish, say: Callable[[str], None], traces: Path) -> Measured:
 
 
 def remarks(rounds: Sequence[Mapping[Setting, Run]], wish: Wish) -> list[str]:
-    """What a reader of a script's figures should know. Pure."""
+    """Remarks on the figures of one script for the user. Pure."""
     every = [run for runs in rounds for run in runs.values()]
     records = [record for run in every for record in run.records]
     found = common_remarks({"the script": every}, wish)
@@ -180,10 +180,10 @@ def remarks(rounds: Sequence[Mapping[Setting, Run]], wish: Wish) -> list[str]:
 
 
 def common_remarks(by_script: Mapping[str, Sequence[Run]], wish: Wish) -> list[str]:
-    """What a reader of any figures should know. Pure.
+    """Remarks that apply to `bench run` and `bench compare` alike. Pure.
 
     Args:
-        by_script: All runs of each script, by what it is called.
+        by_script: By name of a script, all its runs.
         wish: The request.
     """
     found = []
@@ -207,16 +207,16 @@ def common_remarks(by_script: Mapping[str, Sequence[Run]], wish: Wish) -> list[s
 
 
 def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = None) -> Run:
-    """One run, and what its ranks have left.
+    """Make one run, and read the records of its ranks.
 
     Args:
-        setting: Replicas and batch.
-        wish: The rest.
-        place: A directory that doesn't exist yet; the ranks leave their records in it.
-        traces: Where the profiler's traces go; None: nowhere.
+        setting: The number of replicas, and the batch size.
+        wish: The request.
+        place: A directory that doesn't exist yet, for the records.
+        traces: The directory for the profiler's traces; None: they aren't kept.
 
     Raises:
-        UsageError: It failed, made no steps, or took too long.
+        UsageError: The run failed, made no steps, or took too long.
     """
     place.mkdir()
     asked = Measurement(str(place), wish.num_steps, setting.global_batch_size, setting.growth, wish.watches_losses)
@@ -252,17 +252,17 @@ def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = No
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: of time, and of processors, of all programs of the host and of those that this process has started."""
+    """(time, CPU time of all programs of the host, CPU time of this process's ended children), in seconds."""
     own = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:
         ticks = [0] * 8
-    # User, nice and system; neither idle nor waiting; interrupts, and what a hypervisor has taken.
+    # User, nice and system time, interrupts, and time that a hypervisor took; without idle time and waits for disks.
     return time.monotonic(), sum(ticks[:3] + ticks[5:]) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
 
 
 def describe(setting: Setting) -> str:
-    """A setting in words."""
+    """A text that describes a setting."""
     batch = "" if setting.global_batch_size is None else f", batches of {setting.global_batch_size} samples"
     return f"{counted(setting.num_replicas, 'replica')}{batch}"

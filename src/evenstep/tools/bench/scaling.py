@@ -1,8 +1,8 @@
-"""Runs in, efficiency with its spread out. Pure.
+"""Computes efficiency, with its spread over rounds, from runs. Pure.
 
-Efficiency is the throughput on N replicas over N times the throughput on one: on a curve of weak scaling each replica
-has as many samples as alone, on a curve of strong scaling they share what one had. Replicas are compared within a
-round, [Note: rounds] in plan.py; median and quartiles are over rounds.
+Efficiency is the throughput on N replicas over N times the throughput on one. With weak scaling, each replica has as
+many samples as a single one. With strong scaling, the replicas share the batch of a single one. Numbers of replicas are
+compared within a round ([Note: rounds] in plan.py). The median and quartiles are over rounds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from evenstep.tools.bench.records import RankRecord, steps_in_parts
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure's median and quartiles over rounds."""
+    """The median and quartiles of a figure over rounds."""
 
     median: float
-    low: float  # a quarter of the rounds lies below
-    high: float  # and a quarter above
+    low: float  # the first quartile
+    high: float  # the third quartile
 
     @classmethod
     def of(cls, values: Sequence[float], median: float | None = None) -> Spread:
-        """Median and quartiles.
+        """The median and quartiles of values.
 
         Args:
-            values: By round.
-            median: One of the two values in the middle, where their number is even.
+            values: By round, the value of the figure.
+            median: Another median to use, such as one of the two values in the middle of an even number.
         """
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
@@ -45,9 +45,9 @@ class Run:
     """One run of one setting.
 
     Attributes:
-        setting: Which.
-        records: Its ranks', in order.
-        cores_elsewhere: Cores of the host that other programs kept busy meanwhile; 0.0 where that isn't known.
+        setting: The setting.
+        records: By rank, its record.
+        cores_elsewhere: The number of cores that other programs kept busy meanwhile; 0.0 if unknown.
     """
 
     setting: Setting
@@ -56,43 +56,45 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """The average counted step, over steps and ranks."""
+        """The time of the average counted step, over steps and ranks."""
         return statistics.fmean(record.step_s for record in self.records)
 
     @property
     def rows_per_step(self) -> float:
-        """Samples of a step on all ranks together, on average; a step of each, if none were seen."""
+        """The average samples of a step on all ranks together; without known samples, one for each rank."""
         return sum(record.rows_per_step for record in self.records) or float(len(self.records))
 
     @property
     def usual_batch(self) -> int:
-        """Samples of most steps on all ranks together: the last batch of an epoch is often shorter."""
+        """The samples of most steps on all ranks together. The last batch of an epoch is often shorter."""
         return sum(record.most_often(record.rows) for record in self.records)
 
     @property
     def loader_batch(self) -> int:
-        """Samples of most batches of the loader on all ranks together: a batch size that a loader can deliver."""
+        """The samples of most of the loader's batches on all ranks together."""
         return sum(record.most_often(record.batches) for record in self.records)
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput of all ranks."""
+        """The throughput of all ranks."""
         return self.rows_per_step / self.step_s
 
     @property
     def is_seen_on_device(self) -> bool:
-        """Whether the parts of a step are those of GPUs. Ranks that exchange through the host have no kernels for it,
-        which can't be told from a GPU with nothing to do."""
+        """Whether the parts of a step can be measured on the GPUs.
+
+        Ranks that exchange through the host have no kernels for it, so the exchange would look like an idle GPU.
+        """
         is_profiled = all(record.facts.device == "cuda" and record.profile for record in self.records)
         return is_profiled and (
             len(self.records) == 1 or all(each.profile and each.profile.collectives for each in self.records)
         )
 
     def steps(self, *, on_device: bool = True) -> Steps:
-        """By rank, by step: seconds by phase. Of GPUs, shares of the profiled steps, of the time that a step took.
+        """By rank and step, seconds by phase. Those of GPUs are profiled, and scaled to the step time without profiler.
 
         Args:
-            on_device: Else those of the host, as they are where GPUs weren't seen.
+            on_device: Whether to use the GPUs' phases if they are known; False: those of the host.
         """
         hosts = [steps_in_parts(record) for record in self.records]
         if not (on_device and self.is_seen_on_device):
@@ -108,23 +110,23 @@ class Run:
         return found
 
     def decompose(self, *, compute_alone_s: float | None = None, on_device: bool = True) -> Decomposition:
-        """The average step in parts."""
+        """The parts of the average step."""
         return decompose(self.steps(on_device=on_device), compute_alone_s=compute_alone_s)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of a curve, over all rounds.
+    """The results of one setting of a curve, over all rounds.
 
     Attributes:
-        setting: Which.
-        rows_per_replica: Samples of most steps on one replica.
-        step_s: How long the average step takes.
-        samples_per_s: Throughput of all replicas.
-        speedup: Over the fewest replicas.
-        efficiency: Speed-up by how many times more replicas.
-        decomposition: The parts of `run`'s step.
-        run: The run that is the median by its step.
+        setting: The setting.
+        rows_per_replica: The samples of most steps on one replica.
+        step_s: The time of the average step.
+        samples_per_s: The throughput of all replicas.
+        speedup: The throughput over that on the fewest replicas.
+        efficiency: The speed-up, divided by the factor by which there are more replicas.
+        decomposition: The parts of the step of `run`.
+        run: The run with the median step time.
     """
 
     setting: Setting
@@ -138,20 +140,20 @@ class Point:
 
 
 def median_run(runs: Sequence[Run]) -> Run:
-    """The one whose step is in the middle; the shorter of two."""
+    """The run with the median step time; of the two in the middle, the faster one."""
     return sorted(runs, key=lambda run: run.step_s)[(len(runs) - 1) // 2]
 
 
 def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) -> list[Point]:
-    """A curve's points, in order.
+    """The points of a curve, in order.
 
     Args:
-        settings: The points of the curve; the first is what the others are compared with.
-        rounds: What was measured, each setting once per round.
+        settings: The settings of the curve; the others are compared with the first.
+        rounds: By round, the run of each setting.
     """
     base = settings[0]
     alone = median_run([each[base] for each in rounds])
-    # One rank is always seen on its GPU: its kernels aren't what others compute as their hosts see it.
+    # Use GPU times only if all runs have them: the GPU times of one run can't be compared with another's host times.
     on_device = all(each[setting].is_seen_on_device for each in rounds for setting in settings)
     compute_per_row_s = alone.decompose(on_device=on_device).parts.compute_s / max(
         alone.rows_per_step / base.num_replicas, 1e-12
@@ -167,7 +169,7 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
             Point(
                 setting,
                 run.usual_batch / setting.num_replicas,
-                # Those of the run that is taken apart: its parts are to add up to the step that is told.
+                # The median is that of the decomposed run, so that its parts add up to the step shown.
                 Spread.of([each.step_s for each in runs], run.step_s),
                 Spread.of([each.samples_per_s for each in runs], run.samples_per_s),
                 Spread.of(speedups),

@@ -1,19 +1,19 @@
-"""Passes of a script: when they begin and end, by evenstep's own telemetry or by hooks of torch's, and with which loss.
+"""Times of a script's forward and backward passes, from evenstep's own telemetry or torch's hooks, and its losses.
 
 [Note: torch's wrapper]
 
-torch's DistributedDataParallel is seen through hooks that torch has for everybody, so that it works as it always does;
-a communication hook of the script's stays in its place.
+torch's DistributedDataParallel is observed through hooks of modules, tensors and the backward pass, so its behaviour
+doesn't change. The script's own communication hook, if it has one, stays in place.
 
     before the wrapper's forward     SYNC: module buffers are sent
     before the module's forward      FORWARD
     after the wrapper's forward      FORWARD_END
     gradient of the loss             BACKWARD
-    first callback of the pass       WAITING: all gradients of this rank are there. The wrapper queues its own callback,
-                                     which waits for the buckets, when the last bucket is on its way: later than ours
-    callback queued by that          REDUCED, END: the wrapper's has run
+    first callback of the pass       WAITING: this rank's gradients are all computed. The wrapper queues its callback,
+                                     which waits for the buckets, when it launches the last bucket: later than this one
+    callback queued by that          REDUCED, END: the wrapper's callback has run
 
-A plain module, in a process without a group, has the same marks, without a wait.
+    A plain module, in a process without a group, has the same marks without a wait.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from evenstep.tools.observing.record import Ended, Subscriber
 
 
 class ModelWatch(Subscriber):
-    """The models that a script trains.
+    """Records the times of passes of the models that a script trains.
 
     Args:
-        marks: Where the marks of torch's models go.
+        marks: The list to which the marks of torch's models are appended.
 
     Attributes:
-        num_rows: Samples that the first model was given to train on.
-        models: Found by `find`.
-        wrapper: "evenstep", "torch" or "": whose model it is.
+        num_rows: The samples that the first model was called with in training.
+        models: The models that `find` found.
+        wrapper: The library whose wrapper the models have: "evenstep", "torch" or "".
     """
 
     def __init__(self, marks: list[int]) -> None:
@@ -53,12 +53,12 @@ class ModelWatch(Subscriber):
         self._marks = marks
 
     def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
-        """On CPUs such a call returns when all ranks have come, and nothing is computed meanwhile: all is waiting."""
+        """Record a collective as waiting. On CPUs it returns when all ranks have arrived, and nothing is computed."""
         self._marks += (COLLECTIVE, perf_counter_ns())
         return lambda: self._marks.extend((COLLECTIVE_END, perf_counter_ns()))
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for the models, and attach hooks to those that aren't evenstep's."""
+        """Find the models, and attach hooks to those without evenstep's wrapper."""
         self.models, self.wrapper = find_models(optimizer)
         for number, model in enumerate(self.models):
             if number == 0:
@@ -67,7 +67,7 @@ class ModelWatch(Subscriber):
                 self._attach(model)
 
     def marks(self) -> list[int]:
-        """What evenstep's models have recorded themselves."""
+        """The marks that evenstep's wrapper has recorded itself."""
         ours = [model for model in self.models if isinstance(model, DistributedDataParallel)]
         return [number for model in ours for number in model.engine.recorder.marks()]
 
@@ -91,7 +91,7 @@ class ModelWatch(Subscriber):
             self._marks += (what, perf_counter_ns())
 
     def backward(self, root: Any, weight: Any, scale: float) -> None:
-        """A pass begins; one of evenstep's wrapper has marks of its own."""
+        """A backward pass begins. evenstep's wrapper records its marks itself."""
         if self.models and self.wrapper != "evenstep" and isinstance(root, Tensor) and root.requires_grad:
             root.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
@@ -108,10 +108,10 @@ class ModelWatch(Subscriber):
 
 
 class LossWatch(Subscriber):
-    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`."""
+    """Records the losses of this rank. Only `by_step` waits for a GPU."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[tuple[Tensor, Any]]] = {}  # by step: the loss and its weight; None: a plain pass
+        self._seen: dict[int, list[tuple[Tensor, Any]]] = {}  # by step: loss and weight (None: plain pass)
 
     def backward(self, root: Any, weight: Any, scale: float) -> None:
         """See base class."""
@@ -120,13 +120,13 @@ class LossWatch(Subscriber):
             self._seen.setdefault(self.recorder.num_steps, []).append((root.detach().clone(), its_weight))
 
     def by_step(self, num_steps: int) -> Iterator[tuple[float, float]]:
-        """For each of the first steps (losses times their weights, weights), as `RankRecord.losses`."""
+        """(losses times their weights, weights) for each of the first steps, as in `RankRecord.losses`."""
         for step in range(num_steps):
             passes = [
                 (float(loss), None if weight is None else float(weight)) for loss, weight in self._seen.get(step, [])
             ]
             if any(weight is not None for _, weight in passes):
-                # An empty share has a weight of 0, and a mean over nothing for its loss.
+                # An empty share has the weight 0, and its loss is the mean of nothing, NaN.
                 weighted = [(loss, weight) for loss, weight in passes if weight]
                 yield sum(loss * weight for loss, weight in weighted), sum(weight for _, weight in weighted)
             else:

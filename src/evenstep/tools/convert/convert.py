@@ -1,4 +1,4 @@
-"""`evenstep convert script.py`: reads a script, converts it in memory, and writes it only as a whole."""
+"""`evenstep convert script.py`: reads a script, converts it in memory, and writes the whole result or nothing."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from evenstep.tools.reading.tree import File
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 
-_NUM_STEPS = 5  # that three ranks are compared in, unless an epoch ends within
-_LONGEST_EPOCH = 50  # steps
+_NUM_STEPS = 5  # compared on three ranks, unless the whole first epoch is
+_LONGEST_EPOCH = 50  # steps; of a longer epoch only the first steps are compared
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a script.
+    """The result of converting a script.
 
     Attributes:
-        before, after: The text; the same where nothing was changed.
+        script: The path, as the user wrote it.
+        before, after: The text before and after conversion; equal if nothing was changed.
         content: `after` in the file's encoding.
-        original: The file's bytes when it was read.
-        by: Who divides the training already, so that nothing is to be done.
-        problems: Why it can't be converted; then nothing was changed.
-        notes: What a person should know of it.
-        launch: The command that starts it on two ranks.
+        original: The bytes of the file when it was read.
+        by: The library that already distributes the training. Then nothing is changed. None: there is none.
+        problems: Why the script can't be converted. If there are any, nothing is changed.
+        notes: Remarks for the user about the conversion.
+        launch: The command that starts the script on two ranks.
     """
 
     script: str
@@ -61,13 +62,13 @@ class Conversion:
         return found.replace("\r\n", "\n")
 
     def write(self) -> None:
-        """Put the new text in the place of the old one, as a whole, with the file's mode.
+        """Replace the file's content by the new text, atomically, and keep its mode.
 
         Raises:
-            ConfigurationError: The file is read-only, or isn't what was converted any more. It is as it was.
-            OSError: It can't be written. It is as it was.
+            ConfigurationError: The file is read-only, or has changed since it was read. It is left as it is.
+            OSError: The file can't be written. It is left as it is.
         """
-        path = Path(self.script).resolve()  # of a link, what it points to
+        path = Path(self.script).resolve()  # replaces the target of a link, not the link
         if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
             raise ConfigurationError(f"{self.script} is read-only, and is as it was: chmod u+w {self.script}")
         if path.read_bytes() != self.original:
@@ -77,22 +78,23 @@ class Conversion:
         replace_file(path, self.content)
 
     def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> tuple[Replay, Report | None]:
-        """Compare the new text with the old one on one rank, and then with itself on three.
+        """Compare the converted script with the original on one rank, and then with itself on three ranks.
 
-        Two equal halves would hide a wrong weight. Short epochs are compared to their end.
+        On two ranks with equal shares, a wrong weight wouldn't show. Short epochs are compared to their end.
 
         Args:
-            arguments: Given to the script.
-            say: Told what is going on.
+            arguments: The command-line arguments of the script.
+            say: Called with each line of progress.
 
         Returns:
-            What one rank has shown, and where that is right, what three have. A new text that fails differs.
+            The result on one rank, and the result on three, or None if the first shows a difference. A failure of the
+            converted script counts as a difference.
 
         Raises:
-            UsageError: The script as it was fails, or makes no steps.
+            UsageError: The original script fails, or makes no optimizer steps.
         """
         path = Path(self.script)
-        # Beside the script, which may import and read what lies there.
+        # In the script's folder: the script may import modules and read files from there.
         copy = path.with_name(f"{path.stem}_converted_{os.getpid()}.py")
         try:
             copy.write_bytes(self.content)
@@ -119,7 +121,10 @@ class Conversion:
             copy.unlink(missing_ok=True)
 
     def _failure(self, said: str, copy: str) -> str | None:
-        """At which line the new text failed, and of what; None if it didn't. The file that ran isn't there any more."""
+        """The line at which the converted script failed, and the error; None if another script failed.
+
+        The line is quoted, because the copy that ran has been deleted.
+        """
         place = re.compile(rf'  File ".*{re.escape(copy)}", line (\d+).*\n')
         parts = place.split(said)
         if len(parts) < 3:
@@ -130,13 +135,13 @@ class Conversion:
 
 
 def convert(script: str) -> Conversion:
-    """Convert a script, in memory.
+    """Convert a script in memory.
 
     Args:
-        script: A file.
+        script: The path of the file.
 
     Raises:
-        ConfigurationError: There is no such script, or it isn't python that can be parsed.
+        ConfigurationError: There is no such script, or it can't be parsed as python.
     """
     path = Path(script)
     with recursing(path):
@@ -172,7 +177,7 @@ def _parse(path: Path) -> tuple[cst.Module, bytes]:
 
 
 def _validate(text: str, path: Path, names: Sequence[str]) -> None:
-    """Never write what doesn't parse, or uses a name before it is there: that would be a fault of ours."""
+    """Refuse a converted text that doesn't parse, or uses one of our names before it is bound: a fault of convert."""
     try:
         cst.parse_module(text)
         compile(text, str(path), "exec", dont_inherit=True)
@@ -186,7 +191,7 @@ def _validate(text: str, path: Path, names: Sequence[str]) -> None:
 
 
 def _is_late(tree: ast.Module, name: str) -> bool:
-    """Whether a module uses a name in a line before the one that binds it."""
+    """Whether a module's top-level code uses a name in a line before the one that binds it."""
     running = [each for each in tree.body if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
     nodes = [node for statement in running for node in ast.walk(statement)]
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]

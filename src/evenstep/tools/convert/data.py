@@ -1,4 +1,4 @@
-"""Data: which loaders are divided over ranks, and how; epochs."""
+"""Data: which loaders are divided over ranks, and how."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _POSITIONAL = (
     "pin_memory",
 )
 _LEFT_OUT = {"generator", "in_order"}
-# What doesn't take batches of a loader that it is given.
+# Builtins that take whole batches from a loader passed to them.
 _TAKING = {"list", "tuple", "set", "sorted", "reversed", "sum", "map", "filter", "max", "min", "any", "all"}
 _PASSED_ON = (BUILTINS | PASSING) - _TAKING - {"iter"}
 
 
 class Data:
-    """The loaders of a script.
+    """Decides which loaders of a script are divided over ranks, and changes them.
 
     Attributes:
-        divided: Those of which each rank gets a part.
+        divided: The loaders that are divided over ranks.
     """
 
     def __init__(self, work: Work, loops: Loops, metrics: Metrics) -> None:
@@ -42,7 +42,7 @@ class Data:
         self.divided: Values = frozenset()
 
     def divide(self) -> None:
-        """Have the loaders that are trained on divided over ranks, and those of evaluations where that is exact."""
+        """Divide the loaders of training over ranks, and those of evaluations whose results stay exact."""
         work, loops, order = self._work, self._loops, lambda value: self._script.order(value.site)
         sites = [site for each in loops.passes for site in loops.taken_from(each.loss)]
         training = {value for loop in loops.training for value in loops.loaders(loop)}
@@ -67,7 +67,7 @@ class Data:
         self.divided = frozenset(divided)
 
     def _problem(self, call: cst.Call) -> str | None:
-        """Why a loader can't be divided."""
+        """Why a loader can't be divided; None if it can."""
         given = arguments(call, _POSITIONAL)
         wanted = [f"{name}=..." for name in ("batch_size", "shuffle") if name not in given]
         unseen = self._work.unseen(call, ", ".join(wanted), {*_LEFT_OUT, "batch_size"}, in_all="batch_size")
@@ -78,7 +78,7 @@ class Data:
         return unseen
 
     def _whole(self, value: Value) -> Iterator[tuple[Node, str]]:
-        """Where a script needs whole batches of a loader, not to train on them, and why."""
+        """(node, reason) for each use of a loader, other than training, that needs whole batches."""
         flow = self._flow
         for loop in self._loops.evaluating:
             if value in self._loops.loaders(loop):
@@ -91,7 +91,7 @@ class Data:
                 yield given[0], f"{short}(...) takes a whole batch"
 
     def _is_peek(self, call: cst.Call) -> bool:
-        """Whether what `iter` gives is only looked at: its batches aren't those of a training loop."""
+        """Whether a call of `iter` only peeks at batches: `next` takes some, and never in a training loop."""
         script = self._script
         nexts = [each for each in self._work.calls() if script.code(each.func) == "next" and each.args]
         targets = [each.target for assign in script.ancestors(call) for each in getattr(assign, "targets", ())]
@@ -129,15 +129,15 @@ class Data:
             return updated.with_changes(args=kept)
 
         edits.change(call, change)
-        # Not seed=torch.initial_seed(): ranks have seeds of their own as soon as their random numbers differ, and
-        # a loader that is made again would have the same order again.
+        # Not seed=torch.initial_seed(): each rank has its own as soon as their random numbers differ. And a loader that
+        # is made anew would repeat the same order.
         for each in work.seeds(are_numbers=False):
             if isinstance(each.func, cst.Attribute):
                 line = f"{work.world}.seed = {self._script.code(each.func.value)}.initial_seed()"
                 edits.add(edits.after, self._script.statement(each), f"{line}  # of the loaders' orders")
 
     def change_uses(self) -> None:
-        """Change what is read of loaders that were divided."""
+        """Rename `batch_size`, where the script reads it from a divided loader, to `global_batch_size`."""
         for node in self._script.nodes:
             if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
                 held = self._flow.of(node.value, "loader")

@@ -1,4 +1,4 @@
-"""What a conversion changes and says: collected first, and applied in one go, either all of it or nothing."""
+"""The changes and remarks of a conversion, collected first and then applied all at once or not at all."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
 from evenstep.tools.reading.values import arguments
 
-Change = Callable[[Any], Any]  # nodes of whatever class
-Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
+Change = Callable[[Any], Any]  # takes and returns nodes of any class
+Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that is assigned to it
 
 
-# What needs parentheses where something else is said of it.
+# Expressions that need parentheses inside another expression.
 _OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp, cst.Lambda)
 
 
 @dataclass
 class Edits:
-    """What is to be changed; statements are named by a node of the script.
+    """The collected changes of a script, by the nodes that they belong to.
 
     Attributes:
-        replaced: By expression, what makes its replacement of it, in the order in which they were asked for.
-        before, after: By statement, the lines that are put there.
+        main: The expression that is true on the main rank only.
+        replaced: By expression, functions that make its replacement, in the order in which they were added.
+        before, after: By statement, the lines to insert before and after it.
         guarded: Small statements that only the main rank runs, each in a line of its own.
-        removed: Statements that go.
-        comments: By statement, what is said above it.
-        main: The condition that holds on the main rank.
+        removed: Statements to remove.
+        comments: By statement, the comments to insert above it.
     """
 
     script: Script
@@ -48,7 +48,7 @@ class Edits:
     _moved: dict[Node, str] = field(default_factory=dict)
 
     def template(self, node: Node, template: str) -> None:
-        """Replace an expression by a text in which {old} stands for it, as it is after the changes within it."""
+        """Replace an expression by a text, in which {old} is the expression after the changes within it."""
         config = self.script.module.config_for_parsing
 
         def change(updated: cst.BaseExpression) -> cst.BaseExpression:
@@ -63,35 +63,41 @@ class Edits:
         self.change(node, change)
 
     def change(self, node: Node, change: Change) -> None:
-        """Replace a node by what a function makes of it."""
+        """Replace a node by the result of calling `change` with it."""
         self.replaced.setdefault(node, []).append(change)
 
     def add(self, where: dict[Node, list[Any]], statement: Node, line: Line) -> None:
-        """Add a line somewhere, once."""
+        """Add a line to `before`, `after` or `comments` of a statement, unless it is there already."""
         lines = where.setdefault(statement, [])
         if line not in lines:
             lines.append(line)
 
     def move(self, node: Node, statement: Node | None, name: str) -> None:
-        """Give an expression, as it is after its changes, a name in a line before a statement; None: it has one."""
+        """Replace an expression by a name, and assign its changed value to the name in a line before a statement.
+
+        Args:
+            node: The expression.
+            statement: None if an equal expression has been assigned to the name already.
+            name: The name.
+        """
         self._moved[node] = name
         if statement is not None:
             self.add(self.before, statement, (name, node))
 
     def touched(self) -> list[Node]:
-        """Every node that something happens to, in order of the text."""
+        """The nodes that are changed, moved, guarded, removed or get new lines, in the order of the text."""
         found: set[Node] = {*self.replaced, *self._moved, *self.before, *self.after, *self.guarded, *self.removed}
         return sorted(found, key=self.script.order)
 
     def apply(self) -> str:
-        """The changed text."""
+        """Apply all changes and return the new text."""
         changed = self.script.module.visit(_Applying(self, self._moved))
         return changed.code
 
 
 @dataclass(frozen=True, order=True)
 class Remark:
-    """Something that a person should know of a line of the script as it was."""
+    """A remark for the user about a line of the original script."""
 
     line: int
     text: str
@@ -99,14 +105,16 @@ class Remark:
 
 @dataclass
 class Work:
-    """One conversion.
+    """The state of one conversion.
 
     Attributes:
-        world: What the script calls evenstep's world.
+        script, flow, losses: The script, the values of its expressions, and the kinds of its numbers.
+        edits: The changes so far.
+        world: The name of evenstep's world in the converted script.
         launch: The command that starts the script on two ranks.
         problems: Why the script can't be converted; if there are any, it is left as it is.
-        notes: What was left, or decided, and why.
-        collectives: Expressions that became a call that every rank makes.
+        notes: Remarks on what was left as it is or decided, and why.
+        collectives: By expression, the template of the collective that replaces it.
     """
 
     script: Script
@@ -120,13 +128,13 @@ class Work:
     collectives: dict[Node, str] = field(default_factory=dict)
 
     def refuse(self, node: Node, text: str) -> None:
-        """Say why the script can't be converted."""
+        """Record why the script can't be converted."""
         remark = Remark(self.script.line(node), text)
         if remark not in self.problems:
             self.problems.append(remark)
 
     def note(self, node: Node, text: str, *, mark: bool = False) -> None:
-        """Say what a person should know; `mark`: above the statement, too."""
+        """Record a remark for the user; with `mark`, also as a comment above the statement."""
         remark = Remark(self.script.line(node), text)
         if remark not in self.notes:
             self.notes.append(remark)
@@ -134,24 +142,24 @@ class Work:
             self.edits.add(self.edits.comments, self.script.statement(node), f"evenstep convert: {text}")
 
     def remove(self, node: Node) -> None:
-        """Leave out a statement, if it has its line for itself."""
+        """Remove the statement of a node, if it is alone on its line."""
         statement = self.script.statement(node)
         if len(getattr(statement, "body", ())) == 1:
             self.edits.removed.add(statement)
 
     @property
     def total(self) -> str:
-        """A number's sum over ranks; {old} is this rank's."""
+        """A template for a number's sum over ranks; {old} is this rank's number."""
         return f"sum({self.world}.exchange({{old}}))"
 
     def unseen(self, call: cst.Call, by_hand: str, changed: Iterable[str], *, in_all: str = "") -> str | None:
-        """What to write by hand where `*` or `**` may hold what is changed; None if it is known that they don't.
+        """A problem text if `*` or `**` of a call may hold an argument that convert changes; None if they don't.
 
         Args:
-            call: Whose arguments have to be changed.
-            by_hand: The arguments that matter, as one writes them, if they are known.
-            changed: The arguments that are changed.
-            in_all: The one of them that may be held, if it is held in any case.
+            call: The call whose arguments are changed.
+            by_hand: The arguments that the user should write out, as code, if they are known.
+            changed: The names of the arguments that convert changes.
+            in_all: An argument of `changed` that is allowed if every possible dictionary holds it.
         """
         for argument in (each for each in call.args if each.star):
             held = {frozenset({*changed} & {*each}) for each in self.settings(argument.value)}
@@ -162,17 +170,17 @@ class Work:
         return None
 
     def given(self, loader: cst.Call, name: str) -> list[Node]:
-        """What a loader may be given for an argument, also by dictionaries that it unpacks."""
+        """The expressions that may be passed to a loader for an argument, also through unpacked dictionaries."""
         own: dict[str, Node] = {key: each.value for key, each in arguments(loader, ("dataset", "batch_size")).items()}
         unpacked = [each for argument in loader.args if argument.star for each in self.settings(argument.value)]
         return [each[name] for each in (own, *unpacked) if name in each]
 
     def settings(self, name: Node, *, may_grow: bool = True) -> list[dict[str, Node]]:
-        """The dictionaries that a name may hold; none if the file doesn't write all of them down, or changes them.
+        """The dictionaries that a name may hold; empty if one isn't written out in the file, or is changed.
 
         Args:
-            name: The name; of other expressions nothing is known.
-            may_grow: Whether others may be added to them by `update`.
+            name: The name; for other expressions the result is empty.
+            may_grow: Whether `update` may add other dictionaries to them.
         """
         script, added = self.script, list[list[dict[str, Node]]]()
         if not isinstance(name, cst.Name):
@@ -195,28 +203,28 @@ class Work:
         return [one | more for one in chain(*held) for more in ({}, *chain(*added))] if all([*held, *added]) else []
 
     def average(self, node: Node, weight: str) -> None:
-        """Have an expression be its mean over ranks."""
+        """Replace an expression by its weighted mean over ranks."""
         self.collectives.setdefault(node, f"{self.world}.mean({{old}}, weight={weight})")
 
     def add_up(self, node: Node) -> None:
-        """Have an expression be its sum over ranks."""
+        """Replace an expression by its sum over ranks."""
         self.collectives.setdefault(node, self.total)
 
     def seeds(self, *, are_numbers: bool) -> list[cst.Call]:
-        """Calls of `torch.manual_seed` that are given a number, or something else."""
+        """The calls of `torch.manual_seed` with a literal number, or those with another expression."""
         calls = [call for call in self.calls() if self.script.qualified(call.func) == "torch.manual_seed" and call.args]
         return [call for call in calls if isinstance(call.args[0].value, cst.Integer) == are_numbers]
 
     def calls(self) -> list[cst.Call]:
-        """All calls of the script, in order."""
+        """All calls of the script, in the order of the text."""
         return [node for node in self.script.nodes if isinstance(node, cst.Call)]
 
     def short(self, call: cst.Call) -> str:
-        """The last part of what is called: "step" of `optimizer.step()`."""
+        """The last part of the called name: "step" for `optimizer.step()`."""
         return self.script.code(call.func).rsplit(".", 1)[-1]
 
     def unused(self, name: str) -> str:
-        """A name that the script doesn't use yet; it is taken from now on."""
+        """Reserve a name that the script doesn't use yet."""
         taken = self.script.names() | self._given
         found = next(each for number in count(1) if (each := f"{name}_{number}".removesuffix("_1")) not in taken)
         self._given.add(found)
@@ -226,7 +234,7 @@ class Work:
 
 
 def _written(node: Node) -> list[dict[str, Node]]:
-    """The dictionaries that an expression writes down; none if it may be others."""
+    """The dictionaries that an expression writes out; empty if it may be another one."""
     match node:
         case cst.IfExp():
             either = [_written(node.body), _written(node.orelse)]
@@ -245,7 +253,7 @@ class _Applying(cst.CSTTransformer):
         super().__init__()
         self._edits, self._moved = edits, moved
         self._config = edits.script.module.config_for_parsing
-        self._done: dict[Node, str] = {}  # what was moved, as it is after its changes
+        self._done: dict[Node, str] = {}  # by moved expression, its code after its changes
         changed: tuple[Iterable[Node], ...] = (edits.before, edits.after, edits.comments, edits.removed)
         self._touched = {*chain(*changed), *map(edits.script.statement, edits.guarded)}
 
@@ -254,7 +262,7 @@ class _Applying(cst.CSTTransformer):
             case cst.Module() | cst.IndentedBlock():
                 updated = updated.with_changes(body=self._statements(original.body, updated.body))
             case cst.SimpleStatementSuite() if original in self._touched:
-                # Behind a colon there is room for expressions alone.
+                # A suite on the line of its colon has no room for new lines.
                 line = cst.SimpleStatementLine(body=updated.body, trailing_whitespace=updated.trailing_whitespace)
                 updated = cst.IndentedBlock(body=self._statements([original], [line]))
         for change in self._edits.replaced.get(original, ()):
@@ -270,13 +278,13 @@ class _Applying(cst.CSTTransformer):
         return list(cst.parse_module(text, self._config).body) if text else []
 
     def _statements(self, originals: Sequence[Any], updated: Sequence[Any]) -> list[Any]:
-        """A body with what comes before and behind its statements, and what the main rank runs under an `if`."""
+        """A body with the lines added before and after its statements, and guarded statements under an `if`."""
         found: list[Any] = []
         test = cst.parse_expression(self._edits.main, self._config)
-        follows = False  # the statement before is the main rank's, too
+        follows = False  # whether the statement before is guarded, too
         for original, statement in zip(originals, updated, strict=True):
             for each, is_guarded in self._expand(original, statement):
-                # A blank line begins a paragraph of its own.
+                # A statement after a blank line gets an `if` of its own.
                 if is_guarded and follows and all(line.comment is not None for line in each.leading_lines):
                     block = found[-1].body
                     found[-1] = found[-1].with_changes(body=block.with_changes(body=[*block.body, each]))
@@ -289,7 +297,7 @@ class _Applying(cst.CSTTransformer):
         return self._lines(["pass"]) if originals and not found else found
 
     def _expand(self, original: Any, statement: Any) -> list[tuple[Any, bool]]:
-        """A statement with what comes before and behind it, each with whether it is for the main rank alone."""
+        """(statement, whether only the main rank runs it), for a statement and the lines added around it."""
         edits = self._edits
         if original in edits.removed:
             said = [line for line in statement.leading_lines if line.comment is not None]
@@ -299,7 +307,7 @@ class _Applying(cst.CSTTransformer):
             parts = [(statement, not edits.guarded.isdisjoint(smalls))]
         lead_in = [(line, False) for line in self._lines(edits.before.get(original, ()))]
         if lead_in and parts:
-            # Paragraphs begin with the first new line; comments stay with the statement.
+            # Blank lines move before the first new line; comments stay with the statement.
             first, is_guarded = parts[0]
             leading = list(first.leading_lines)
             says = next((at for at, line in enumerate(leading) if line.comment is not None), len(leading))
@@ -314,7 +322,7 @@ class _Applying(cst.CSTTransformer):
 
 
 def with_argument(name: str, value: str) -> Change:
-    """Add an argument to a call."""
+    """A change that adds a keyword argument to a call."""
 
     def change(updated: Any) -> Any:
         equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))

@@ -1,4 +1,4 @@
-"""What a loss hangs on beside its batch: what earlier batches left, what isn't read, and the size of whole batches."""
+"""Losses that depend on more than a rank's batch: on earlier batches, unread code, or the size of whole batches."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from evenstep.tools.reading.tree import Node, target_names
 from evenstep.tools.reading.values import BUILTINS, Values
 
 _ADDING = {"append", "appendleft", "extend", "insert", "add", "put", "add_", "copy_", "lerp_", "index_copy_"}
-# Libraries that take samples one by one.
+# Libraries whose functions treat samples independently.
 _BY_SAMPLE = LIBRARIES | {"einops", "timm", "transformers", "torchaudio", "torchtext", "albumentations"}
 _BATCH_SIZE = re.compile(r"(\w+\.)*(batch_?size|bsz?)", re.IGNORECASE)
-_Holder = tuple[Node | None, str]  # the function or class that a name or an attribute belongs to; its text
+_Holder = tuple[Node | None, str]  # (function or class that a name or attribute belongs to, its code)
 
 
 class Kept:
-    """Says what makes a loss another one where each rank has a part of the batch.
+    """Remarks on code that makes a loss differ when each rank has a part of the batch.
 
     Args:
-        trained: The models that are trained.
-        is_alone: Whether a number is one of a rank's own samples, after the changes so far.
+        trained: The trained models.
+        is_alone: Whether a number depends on the rank's own samples only, after the changes so far.
     """
 
     def __init__(self, work: Work, loops: Loops, trained: Values, is_alone: Callable[[Node], bool]) -> None:
         self._work, self._loops, self._trained, self._is_alone = work, loops, trained, is_alone
         self._script, self._losses = work.script, work.losses
-        self._updates: dict[_Holder, list[tuple[Node, Node]]] = {}  # (what changes a holder, what it is given)
+        self._updates: dict[_Holder, list[tuple[Node, Node]]] = {}  # (node that changes a holder, its new value)
         for node in self._script.nodes:
             for target, value in self._changes(node):
                 self._updates.setdefault(self._holder(target), []).append((node, value))
 
     def remark(self) -> None:
-        """Mark the lines of all losses, and refuse parameters of a batch's size."""
+        """Mark such lines of all losses, and refuse parameters and buffers that have the size of a batch."""
         script, said = self._script, set[str]()
         for each in self._loops.passes:
             for node in sorted(self._losses.slice(each.loss, forwards=True), key=script.order):
@@ -59,7 +59,7 @@ class Kept:
     # ------------------------------------------------------------------ what is kept over steps
 
     def _changes(self, node: Node) -> Iterator[tuple[Node, Node]]:
-        """(what is changed, what it is given) by a node."""
+        """(changed name or attribute, new value) for each assignment or in-place change that a node makes."""
         match node:
             case cst.Assign():
                 for target in node.targets:
@@ -71,7 +71,7 @@ class Kept:
                 yield from ((self._base(base), each.value) for each in node.args)
 
     def _base(self, node: Node) -> Node:
-        """What is changed by `bank[:8] = x` or `center.data.mul_(0.9).add_(x)`."""
+        """The changed object: `bank` for `bank[:8] = x`, `center` for `center.data.mul_(0.9).add_(x)`."""
         match node:
             case cst.Subscript(value=base):
                 return self._base(base)
@@ -89,14 +89,14 @@ class Kept:
         return script.class_of(function) if function is not None and text.startswith("self.") else None, text
 
     def _kept(self, node: cst.Name | cst.Attribute) -> list[Node]:
-        """What leaves a rank's own samples, without their gradients, in what is read at the next step again."""
+        """The updates that store values of a rank's own samples, without gradients, in a name that later steps read."""
         script, loops = self._script, self._loops
         around = [each for each in script.loops(node) if each in loops.training]
         function = script.function(node)
         is_own = isinstance(node, cst.Name) and script.scope(node.value, node) is function
         given = [name for each in around if isinstance(each, cst.For) for name in target_names(each.target)]
         if (is_own and not around) or script.code(node) in map(script.code, given):
-            return []  # it ends with the function, or the loop sets it
+            return []  # the name ends with the function, or the loop sets it
         updates = [
             (update, value)
             for update, value in self._updates.get(self._holder(node), ())
@@ -113,7 +113,7 @@ class Kept:
         ]
 
     def _begins_anew(self, update: Node, value: Node, node: Node, within: Node) -> bool:
-        """Whether something is set as a whole, whatever comes to pass, to what isn't made of what it was."""
+        """Whether an update replaces the whole value of a name, unconditionally, without using its old value."""
         script, targets = self._script, getattr(update, "targets", ())
         is_whole = bool(targets) and not any(isinstance(each.target, cst.Subscript) for each in targets)
         is_free = script.code(node) not in {*map(script.code, script.inside(value))}
@@ -124,7 +124,10 @@ class Kept:
     # ------------------------------------------------------------------ what isn't read
 
     def _unread(self, call: cst.Call) -> str | None:
-        """What a call gives samples to if it is of another file, but for the models that are trained."""
+        """The function or object of another file that a call passes samples to, unless it is a trained model.
+
+        None also for libraries that treat samples independently.
+        """
         script, flow = self._script, self._work.flow
         if not any(self._losses.batches(argument.value) - {None} for argument in call.args):
             return None
@@ -140,7 +143,7 @@ class Kept:
         return self._of_star(call.func) or None
 
     def _of_star(self, func: Node) -> str:
-        """A name that nothing in the file binds: a module gave all of its names."""
+        """The name of a function that only `from module import *` can bind; "" if the file binds it."""
         script, name = self._script, self._script.code(func)
         is_free = (
             isinstance(func, cst.Name) and not script.bound(name, func) and name not in {*script.imports, *BUILTINS}

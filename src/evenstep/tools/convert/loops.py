@@ -1,4 +1,4 @@
-"""The loops of a script: which train and which evaluate, what gives them their batches, and what a batch weighs."""
+"""The loops of a script: which train and which evaluate, the loaders that they read, and the weight of a batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Pass:
     """A call of `backward`.
 
     Attributes:
-        call: The call.
-        loss: What it is called on, without a scaler around it.
-        scaler: The scaler's name, if there is one.
-        weight: What the loss was averaged over, as an expression.
-        loops: The loops whose batches these are.
+        call: The call node.
+        loss: The loss that `backward` is called on, without a scaler around it.
+        scaler: The code of the gradient scaler, if there is one.
+        weight: An expression for the number that the loss was averaged over.
+        kind: Whether the loss is a mean, a sum or something else.
+        loops: The loops over loaders whose batches the loss is computed from.
     """
 
     call: cst.Call
@@ -37,7 +38,7 @@ class Pass:
 
 
 class Loops:
-    """Finds the loops of a script.
+    """Finds the training and evaluation loops of a script.
 
     Attributes:
         passes: The backward passes.
@@ -56,7 +57,7 @@ class Loops:
         self.training: set[Node] = {loop for each in self.passes for loop in each.loops}
         self.flowing = {node for each in self.passes for node in work.losses.slice(each.loss, gradients=True)}
         loops = [node for node in self._script.nodes if isinstance(node, cst.For | cst.CompFor)]
-        # What a generator passes on is judged where it arrives.
+        # Batches that a generator yields are judged in the loop over the generator.
         passing = {
             around for node in self._script.nodes if isinstance(node, cst.Yield) for around in self._script.loops(node)
         }
@@ -67,11 +68,11 @@ class Loops:
     # ------------------------------------------------------------------ loaders of loops
 
     def loaders(self, loop: Node) -> Values:
-        """The loaders whose batches a loop takes."""
+        """The loaders whose batches a loop reads."""
         return frozenset().union(*(self._flow.loaders(node) for node in self._sources(loop)))
 
     def _sources(self, loop: Node) -> list[cst.BaseExpression]:
-        """What a loop takes batches from: in its head, or by `next` in its body."""
+        """The expressions that yield a loop's batches: in its head, or passed to `next` in its body."""
         found = self.in_head(loop) if isinstance(loop, cst.For | cst.CompFor) else []
         if isinstance(loop, cst.For | cst.While) and not found:
             calls = [each for each in self._script.inside(loop.body) if isinstance(each, cst.Call) and each.args]
@@ -80,7 +81,7 @@ class Loops:
         return found
 
     def in_head(self, loop: cst.For | cst.CompFor) -> list[cst.BaseExpression]:
-        """What a loop takes batches from, one by one. `list` and `cycle` would keep them, `len` takes none."""
+        """The expressions in a loop's head that yield batches one by one; not within `list`, which keeps batches."""
         found: list[cst.BaseExpression] = []
         waiting: list[cst.BaseExpression] = [loop.iter]
         while waiting:
@@ -92,7 +93,7 @@ class Loops:
         return found
 
     def at(self, node: Node, depth: int = 0) -> frozenset[Node]:
-        """The loops over loaders in whose round a place is, also by way of the functions that hold it."""
+        """The innermost loops over loaders around a node, or around the calls of its function."""
         around = [loop for loop in self._script.loops(node) if self.loaders(loop)]
         if around or depth > 4:
             return frozenset(around[:1])
@@ -101,14 +102,14 @@ class Loops:
         return frozenset().union(*(self.at(call, depth + 1) for call in calls))
 
     def taken_from(self, node: Node) -> list[Node]:
-        """What the batches that a number is of are taken from."""
+        """The expressions that yield the batches that a number depends on."""
         found = [site for site in self._work.losses.batches(node) if site is not None]
         return found or [source for loop in self.at(node) for source in self._sources(loop)]
 
     def num_samples(self, sites: Sequence[Node], at: Node) -> str | None:
-        """The samples of the batch that is taken from these, as an expression; None where its loader has no name.
+        """An expression for the number of samples in the batch that `sites` yield; None if its loader has no name.
 
-        The loader counts them: a tensor's first dimension may be anything.
+        It reads the loader's count, since a tensor's first dimension may be anything.
         """
         script, flow = self._script, self._flow
         loaders = {flow.loaders(site) for site in sites}
@@ -142,7 +143,7 @@ class Loops:
         self.passes.append(Pass(call, loss, scaler, kind.weight or str(num_samples), kind, loops))
 
     def _why_not(self, call: cst.Call, loss: cst.BaseExpression, loops: frozenset[Node]) -> Iterator[str]:
-        """Why a backward pass can't be one of several ranks."""
+        """The reasons why a backward pass can't be distributed over ranks."""
         script, losses, text = self._script, self._work.losses, self._script.code(call.func)
         if script.qualified(call.func) == "torch.autograd.backward" or text in ("self.backward", "super().backward"):
             yield f"{text}(...): only loss.backward() is understood"
@@ -177,7 +178,7 @@ class Loops:
             yield f"{text}: loop over one DataLoader that has a name, or pass it to the function"
 
     def _remark_on(self, call: cst.Call, loss: Node, kind: Kind, loops: frozenset[Node]) -> None:
-        """Say what may make a loss another one on a part of a batch."""
+        """Remark on code that may make a loss differ on a part of a batch."""
         work, losses = self._work, self._work.losses
         if kind.name in (UNKNOWN, CONSTANT):
             text = "the loss is taken to be the mean over the batch's samples: evenstep verify shows whether it is"
@@ -198,7 +199,10 @@ class Loops:
             work.note(call, f"{text} the number that it is averaged over")
 
     def counts_on_size(self, loop: Node) -> str | None:
-        """What makes or shapes a tensor by the batch size that a loader was given, where a rank has fewer samples."""
+        """The code of a call that makes or shapes a tensor with the loader's batch size; None if there is none.
+
+        A rank has fewer samples than that.
+        """
         script = self._script
         calls = [value.site for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
         sizes = {script.code(size) for each in calls for size in self._work.given(each, "batch_size")}

@@ -1,7 +1,7 @@
-"""What a number in a training script is: a mean over the batch's samples, a sum over them, or neither.
+"""Whether a number in a training script is a mean over the batch's samples, a sum over them, or neither.
 
-A gradient and a printed loss are right on several ranks only if ranks are weighted by what the number was averaged
-over. That is read from how the number is computed.
+A gradient or a printed loss is right on several ranks only if each rank is weighted by the number that its loss was
+averaged over. This module derives that weight from the code that computes the loss.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from evenstep.tools.reading.values import Values, arguments
 MEAN, SUM, CONSTANT, NOTHING, UNKNOWN = "mean", "sum", "constant", "nothing", "unknown"
 _ZERO = re.compile(r"0(\.0*)?|torch\.(zeros\(.*\)|tensor\(0(\.0*)?\b.*\))")
 _NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
-_DEPTH = 12  # of expressions, names and functions that are followed
-# Functions of torch.nn.functional whose result is a mean unless `reduction` says otherwise, beside those named "loss".
+_DEPTH = 12  # levels of expressions, names and functions that are followed
+# Functions of torch.nn.functional that are losses, beside those whose names end with "_loss".
 _FUNCTIONAL = {"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
 _KEEPING = {"detach", "item", "float", "cpu", "double", "to", "half", "clone", "scale", "squeeze", "view", "abs"}
 _KEEPING |= {"numpy"}
-# Over all samples of a batch, unless they are told another dimension; the second kind only if they are told theirs.
+# Reductions over all samples of a batch, unless they are passed another dimension. Those in `_ALONG` go over samples
+# only if they are passed that dimension.
 _STATISTICS = {"mean", "sum", "std", "var", "median", "max", "min", "amax", "amin", "norm", "topk", "quantile"}
 _BEFORE_DIM = {"norm": ["p"], "topk": ["k"], "quantile": ["q"], "normalize": ["p"]}
-# Where samples get a new axis, to be compared with all others: `z[None] - z[:, None]`.
+# Operands that get a new axis, to compare all samples with all others: `z[None] - z[:, None]`.
 _IN_FRONT = re.compile(r"\[None(, :|, \.\.\.)*\]$|\.unsqueeze\(0\)$")
 _BEHIND = re.compile(r"\[:, None(, :|, \.\.\.)*\]$|\.unsqueeze\(1\)$")
 _ALONG = {"softmax", "log_softmax", "softmin", "logsumexp", "normalize", "cumsum"}
@@ -37,11 +38,11 @@ _ALONG = {"softmax", "log_softmax", "softmin", "logsumexp", "normalize", "cumsum
 
 @dataclass(frozen=True)
 class Kind:
-    """What a number is.
+    """The kind of a number.
 
     Attributes:
-        name: MEAN, SUM, CONSTANT (the same on all ranks), NOTHING (0), UNKNOWN.
-        weight: What a mean was averaged over, as an expression, where it isn't the batch's samples.
+        name: MEAN, SUM, CONSTANT (the same on all ranks), NOTHING (the number 0) or UNKNOWN.
+        weight: An expression for the number that a mean was averaged over; None: the number of samples of the batch.
     """
 
     name: str
@@ -54,8 +55,8 @@ class Definition:
 
     Attributes:
         value: The expression.
-        adds: It was added to what the name held before.
-        index: The name holds this one of the values that the expression, a call, returns.
+        adds: Whether the expression was added to the name's earlier value.
+        index: The index of the name's value in the tuple that the expression yields; None: all of it.
     """
 
     value: Node
@@ -69,8 +70,8 @@ def combined(left: Kind, right: Kind) -> Kind:
         return right if left.name == NOTHING else left
     if CONSTANT in (left.name, right.name):
         other = right if left.name == CONSTANT else left
-        return Kind(UNKNOWN) if other.name == SUM else other  # a sum over ranks would have the constant several times
-    # Means over different numbers can't be weighted by one of them; sums and means can't be added over ranks alike.
+        return Kind(UNKNOWN) if other.name == SUM else other  # a sum over ranks would add the constant several times
+    # Means over different numbers have no common weight, and a sum and a mean are combined over ranks differently.
     return Kind(UNKNOWN)
 
 
@@ -85,7 +86,7 @@ def is_reduction(node: Node) -> bool:
 
 
 class Losses:
-    """Reads expressions of a script."""
+    """Finds the kinds of numbers in a script, and the expressions that they are computed from."""
 
     def __init__(self, script: Script, flow: Flow) -> None:
         self.script = script
@@ -100,7 +101,7 @@ class Losses:
     # ------------------------------------------------------------------ where a name was last assigned
 
     def _definitions_of(self, each: Assignment) -> Iterator[tuple[Node, Definition]]:
-        """(name, what it is given) by an assignment; nothing of loops, and of `x -= 1`."""
+        """(name, its definition) for each name that an assignment binds; nothing for loops and for `x -= 1`."""
         elements = each.target.elements if isinstance(each.target, cst.Tuple | cst.List) else ()
         values = each.value.elements if isinstance(each.value, cst.Tuple) else ()
         for name in target_names(each.target) if not each.each and each.operator in ("=", "+=") else ():
@@ -111,7 +112,7 @@ class Losses:
                 yield name, Definition(each.value, adds=each.operator == "+=", index=index)
 
     def definitions(self, name: cst.Name) -> list[Definition]:
-        """What a name may hold at its place, the last first; what a loop gives it isn't among it."""
+        """The definitions that a name may hold where it is used, the last first, without those by `for` loops."""
         script = self.script
         scope, place = script.scope(name.value, name), self._place(name)
         targets = [node for node in script.bound(name.value, name) if isinstance(node, cst.Name)]
@@ -135,7 +136,7 @@ class Losses:
         return next(small, self.script.statement(node))
 
     def given(self, name: cst.Name) -> list[Node | None] | None:
-        """What the calls of the function give to a parameter of this name (None: its default); None of other names."""
+        """The arguments that calls pass for a parameter (None: its default); None if the name is no parameter."""
         scope = self.script.scope(name.value, name)
         if scope is None or not any(isinstance(by, cst.Param) for by in self.script.bound(name.value, name)):
             return None
@@ -149,23 +150,24 @@ class Losses:
     # ------------------------------------------------------------------ what a number is made of
 
     def slice(self, node: Node, *, gradients: bool = False, forwards: bool = False) -> set[Node]:
-        """The expressions that a number is computed from, by way of names and of functions of the script.
+        """The expressions that a number is computed from, also through names and functions of the script.
 
         Args:
             node: The number.
-            gradients: Only those that a gradient flows back through.
-            forwards: Also what the script's own modules compute in their forward passes.
+            gradients: Only the expressions that a gradient flows back through.
+            forwards: Also the expressions in forward passes of the script's own modules.
         """
         return self._sliced(node, gradients, forwards)[0]
 
     def _sliced(self, node: Node, gradients: bool, forwards: bool) -> tuple[set[Node], set[cst.FunctionDef | None]]:
-        """The slice, and the functions of it whose parameters may be what any call gives to them."""
+        """The slice, and the functions whose parameters stand for the arguments of all their calls."""
         key = (node, gradients, forwards)
         if key not in self._slices:
             seen: set[Node] = set()
-            self._slices[key] = (seen, set())  # while it is being made, should it hang on itself
+            self._slices[key] = (seen, set())  # the result for a recursive call
             waiting = [node]
-            # A function that is called is given what its call shows; the expression's own, what any call gives.
+            # A parameter of the function around the expression may be the argument of any call of that function. For a
+            # function that the expression calls, the arguments are parts of the expression.
             callers = {self.script.function(node)}
             while waiting:
                 each = waiting.pop()
@@ -204,13 +206,13 @@ class Losses:
         )
 
     def called(self, call: cst.Call, *, forwards: bool = True) -> list[cst.FunctionDef]:
-        """The functions of the script, and forward passes of its modules, that a call runs."""
+        """The functions of the script that a call may run; with `forwards`, also forward passes of its modules."""
         found = self.flow.functions(call)
         defined = [value.definition for value in self.flow.of(call.func, "object") if value.definition is not None]
         return [*found, *filter(None, map(forward_of, defined))] if forwards else found
 
     def results(self, call: cst.Call, *, gradients: bool = False, forwards: bool = False) -> list[Node]:
-        """What the script's own functions return to a call."""
+        """The expressions that the script's own functions may return to a call."""
         functions = self.called(call, forwards=forwards)
         if gradients:
             functions = [
@@ -219,7 +221,7 @@ class Losses:
         return [value for each in functions for value in self.flow.own_functions[each].returns]
 
     def _returned(self, call: cst.Call, index: int | None) -> list[Node | None]:
-        """What a call may return, or of several values the one at `index`; None where it isn't seen."""
+        """The expressions that a call may return, or those at `index` of returned tuples; None for an unseen one."""
         found: list[Node | None] = []
         for value in self.results(call, forwards=True):
             if index is None:
@@ -231,18 +233,18 @@ class Losses:
         return found
 
     def models(self, loss: Node, trained: Values) -> Values:
-        """The trained models that a loss goes through, as far as its gradient flows."""
+        """The trained models that a loss's gradient flows through."""
         nodes = self.slice(loss, gradients=True)
         return frozenset(value for each in nodes for value in self.flow.of(each) if value in trained)
 
-    # ------------------------------------------------------------------ whose samples a number is of
+    # ------------------------------------------------------------------ the batches that a number depends on
 
     def varies(self, node: Node) -> bool:
-        """Whether an expression depends on a rank's samples, or on random numbers: it isn't the same on all ranks."""
+        """Whether an expression depends on a rank's samples or on random numbers, and so differs between ranks."""
         return bool(self.batches(node))
 
     def batches(self, node: Node) -> frozenset[Node | None]:
-        """What the batches that an expression depends on are taken from; None among them: random numbers."""
+        """The expressions that yield the batches that a node depends on; None among them stands for random numbers."""
         if node not in self._batches:
             nodes, callers = self._sliced(node, False, False)
             found: set[Node | None] = set()
@@ -255,7 +257,7 @@ class Losses:
         return self._batches[node]
 
     def taken(self, node: Node) -> set[Node | None]:
-        """What the batch is taken from that an expression is, or is a part of; None among them: it draws numbers."""
+        """The expressions that yield the batch that a node is or is part of; {None} if it draws random numbers."""
         if isinstance(node, cst.Call) and self.draws_noise(node):
             return {None}
         if not isinstance(node, cst.Call) and not (isinstance(node, cst.Name) and self.script.is_read(node)):
@@ -269,7 +271,7 @@ class Losses:
         return {*sites}
 
     def draws_noise(self, call: cst.Call) -> bool:
-        """Whether random numbers are drawn again and again, as for samples: in a loop, a forward pass or a data set."""
+        """Whether a call draws random numbers repeatedly, as for samples: in a loop, a forward pass or a data set."""
         function = self.script.function(call)
         has_own = any(each.keyword is not None and each.keyword.value == "generator" for each in call.args)
         if has_own or not (self.script.qualified(call.func) or "").startswith(_NOISE):
@@ -281,7 +283,7 @@ class Losses:
         return is_forward or function.name.value == "__getitem__" or any(map(self.script.loops, calls))
 
     def is_size(self, node: Node) -> bool:
-        """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
+        """Whether an expression counts a batch's samples or elements, as `len(x)`, `x.shape[0]` or `x.numel()` do."""
         code, first = self.script.code, "0"
         match node:
             case cst.Call(func=cst.Name(value="len"), args=[cst.Arg(value=base), *_]):
@@ -305,9 +307,9 @@ class Losses:
     # ------------------------------------------------------------------ kinds
 
     def kind(self, node: Node) -> Kind:
-        """What a number is, as far as the way to it shows: `is_whole` tells whether samples are compared on it."""
+        """The kind of a number. Unlike `metric`, it ignores whether samples are compared with each other."""
         if node not in self._kinds:
-            self._kinds[node] = Kind(UNKNOWN)  # while it is being read, should it hang on itself
+            self._kinds[node] = Kind(UNKNOWN)  # the result for a recursive call
             self._depth += 1
             if self._depth <= _DEPTH:
                 self._kinds[node] = self._read(node)
@@ -315,7 +317,7 @@ class Losses:
         return self._kinds[node]
 
     def metric(self, node: Node) -> Kind:
-        """What a number is that is to be averaged: UNKNOWN, too, where samples are compared with each other."""
+        """The kind of a number, but UNKNOWN if samples are compared, or statistics of the batch go into it."""
         kind = self.kind(node)
         is_part = kind.name in (MEAN, SUM) and (self.compares_pairs(node) or bool(self.statistics(node)))
         return Kind(UNKNOWN) if is_part else kind
@@ -359,7 +361,7 @@ class Losses:
 
     def _of_operation(self, node: cst.BinaryOperation) -> Kind:
         left, right = self.kind(node.left), self.kind(node.right)
-        is_weight = self.batches(node.right) <= {None}  # of no samples: a constant, or one number that is drawn
+        is_weight = self.batches(node.right) <= {None}  # depends on no samples: a constant or a random number
         match node.operator:
             case cst.Add() | cst.Subtract():
                 return combined(left, right)
@@ -379,7 +381,7 @@ class Losses:
         return Kind(UNKNOWN)
 
     def _is_of_model(self, node: Node) -> bool:
-        """Whether a gradient flows through a number that divides: then it is no weight, which has none."""
+        """Whether a model's gradient flows through a divisor. Then it is no weight: weights have no gradient."""
         nodes = self.slice(node, gradients=True)
         return any(self.flow.is_module(value) for each in nodes for value in self.flow.of(each))
 
@@ -397,7 +399,7 @@ class Losses:
         return self._of_functions(node)
 
     def _of_reduction(self, node: cst.Call) -> Kind:
-        """`x.mean()`, `torch.sum(x, 1)`: the first that takes the samples' dimension decides."""
+        """The kind of `x.mean()` or `torch.sum(x, 1)`: the innermost reduction over samples decides."""
         inner = self.kind(self._operand(node))
         if inner.name in (MEAN, SUM):
             return inner
@@ -405,13 +407,13 @@ class Losses:
         return Kind(node.func.attr.value if self._is_over_samples(node) else UNKNOWN)
 
     def _operand(self, call: cst.Call) -> Node:
-        """What a method is called on, or a function is given first."""
+        """The object that a method is called on, or a function's first argument."""
         if isinstance(call.func, cst.Attribute) and self.script.qualified(call.func) is None:
             return call.func.value
         return call.args[0].value if call.args else call
 
     def _is_over_samples(self, call: cst.Call) -> bool:
-        """Whether a call puts all samples together: no dimension is named, or that of the samples."""
+        """Whether a reduction goes over samples: it is passed no dimension, or dimension 0."""
         short = self.script.code(call.func).rsplit(".", 1)[-1]
         names = [*_BEFORE_DIM.get(short, ()), "dim"]
         if self.script.qualified(call.func) is not None:
@@ -422,13 +424,13 @@ class Losses:
         return (dim is not None or short not in _ALONG) and "0" in re.split(r"[\[\](), ]+", dims)
 
     def _of_functions(self, call: cst.Call, index: int | None = None) -> Kind:
-        """What functions of the script return, or, of several values that they return, the one at `index`."""
+        """The kind of the value that functions of the script return, or of the value at `index` of a returned tuple."""
         functions = self.called(call)
         kinds = [Kind(UNKNOWN) if value is None else self.kind(value) for value in self._returned(call, index)]
         return self._said_outside(_alike(kinds), functions[0], call) if functions else Kind(UNKNOWN)
 
     def _said_outside(self, kind: Kind, function: cst.FunctionDef, call: cst.Call) -> Kind:
-        """A weight in the caller's words; UNKNOWN if it hangs on what only the function has."""
+        """A kind whose weight is in the caller's expressions; UNKNOWN if it needs names local to the function."""
         if kind.weight is None:
             return kind
         given = self._given_to(function, call)
@@ -442,7 +444,10 @@ class Losses:
     # ------------------------------------------------------------------ torch's losses
 
     def criterion(self, call: cst.Call) -> tuple[str, Sequence[cst.Arg], str | None] | None:
-        """The name of one of torch's losses, where it was set up, and what holds it; None for other calls."""
+        """For a call of one of torch's losses: its name, the arguments that configure it, and the code of its module.
+
+        The module is None for a function. The result is None for other calls.
+        """
         name = self.script.qualified(call.func) or ""
         short = name.rsplit(".", 1)[-1]
         if name.startswith("torch.") and (short in _FUNCTIONAL or short.endswith("_loss")):
@@ -473,14 +478,14 @@ class Losses:
         if weights is not None:
             said = code(weights) if holder is None else f"{holder}.weight"
             return Kind(UNKNOWN) if "ignore_index" in given else Kind(MEAN, f"{said}[{text}].sum()")
-        # Targets in one row are those of tokens or pixels, of which some may be left out.
+        # Flattened targets are those of tokens or pixels, and some may be ignored.
         is_row = isinstance(target, cst.Call) and text.endswith(("view(-1)", "reshape(-1)", "flatten()"))
         if "ignore_index" in given or is_row or self._has_ignored:
             ignored = code(given["ignore_index"]) if "ignore_index" in given else "-100"
             return Kind(MEAN, f"({text} != {ignored}).sum()")
         return Kind(MEAN)
 
-    # ------------------------------------------------------------------ losses that are others on a part of a batch
+    # ------------------------------------------------------------------ losses that differ on a part of a batch
 
     def compares_pairs(self, loss: Node) -> bool:
         """Whether samples of a batch are compared with each other: `cdist(z, z)`, `z @ z.T`, targets 0, 1, 2, ..."""
@@ -488,7 +493,7 @@ class Losses:
         return any(self._compares(node) or self._counts_up(node) for node in nodes)
 
     def _counts_up(self, node: Node) -> bool:
-        """Whether a node is a criterion whose targets are the places of samples in their batch: `torch.arange(n)`."""
+        """Whether a node is a criterion whose targets are indices of samples in the batch: `torch.arange(n)`."""
         if not isinstance(node, cst.Call) or not self._is_entropy(node) or len(node.args) < 2:
             return False
         made = [each.func for each in self.slice(node.args[1].value, gradients=True) if isinstance(each, cst.Call)]
@@ -512,7 +517,7 @@ class Losses:
         return qualified.endswith(("pdist", "cdist")) or (is_product and texts[-1].endswith((".T", ".t()"))) or has_axes
 
     def statistics(self, loss: Node) -> list[cst.Call]:
-        """Numbers of all samples together that went into each sample's part of a loss: each rank has its own."""
+        """The statistics over all samples, such as `x.std()`, that a loss uses: each rank computes another one."""
         nodes = self.slice(loss, forwards=True)
         calls = [each for each in nodes if isinstance(each, cst.Call)]
         found = [each for each in calls if self._is_statistic(each)]
@@ -525,18 +530,18 @@ class Losses:
         return is_one and self._is_over_samples(call) and bool(self.batches(self._operand(call)) - {None})
 
     def _takes(self, call: cst.Call, statistic: cst.Call) -> bool:
-        """Whether a criterion or a reduction is given something that a statistic went into."""
+        """Whether an operand of a criterion or reduction was computed from a statistic."""
         if self.script.is_inside(call, statistic):
             return False
         if self.criterion(call) is not None:
             return any(statistic in self.slice(each.value, forwards=True) for each in call.args)
-        operand = self._operand(call)  # of what is one number already, a mean is no mean of samples
+        operand = self._operand(call)  # the mean of a single number is no mean of samples
         is_one = self.kind(operand).name in (MEAN, SUM) or not self._is_over_samples(call)
         return not is_one and statistic in self.slice(operand, forwards=True)
 
 
 def forward_of(definition: cst.ClassDef) -> cst.FunctionDef | None:
-    """The forward pass that a class defines itself."""
+    """The `forward` method that a class defines itself, or None."""
     for node in definition.body.body:
         if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
             return node
@@ -544,7 +549,7 @@ def forward_of(definition: cst.ClassDef) -> cst.FunctionDef | None:
 
 
 class _Renaming(ast.NodeTransformer):
-    """Puts expressions in the place of names."""
+    """Replaces names by expressions."""
 
     def __init__(self, said: dict[str, ast.expr]) -> None:
         self._said = said

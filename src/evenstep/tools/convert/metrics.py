@@ -1,4 +1,4 @@
-"""The numbers that a script adds up, shows and keeps: they are to be those of all ranks, or are said not to be."""
+"""Makes the numbers that a script adds up, shows and keeps those of all ranks, or remarks that they aren't."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenstep.tools.convert.losses import CONSTANT, MEAN, SUM, UNKNOWN, Kind
 from evenstep.tools.reading.tree import Node, Statement, target_names
 from evenstep.tools.reading.values import BUILTINS, Values
 
-# Methods that use up a number without keeping it.
+# Methods that use a number without showing or keeping it.
 _STEPPING = {"backward", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}
 _PURE = ("torch.", "numpy.", "math.")
 
@@ -22,7 +22,7 @@ class Metrics:
     """Changes numbers of a rank's samples to those of all ranks.
 
     Args:
-        trained: The models that are trained.
+        trained: The trained models.
     """
 
     def __init__(self, work: Work, loops: Loops, trained: Values) -> None:
@@ -33,10 +33,10 @@ class Metrics:
         self._left: set[tuple[Node | None, str]] = set()  # sums that stay a rank's own
 
     def average(self, divided: Values) -> None:
-        """Have the numbers that are printed or kept be those of all ranks.
+        """Average or sum over ranks the numbers that the script prints or keeps.
 
         Args:
-            divided: Loaders that are divided over ranks.
+            divided: The loaders that are divided over ranks.
         """
         work, script, self._divided = self._work, self._script, divided
         for call in work.calls():
@@ -60,7 +60,7 @@ class Metrics:
         return bool(loaders) and loaders <= self._divided
 
     def is_alone(self, node: Node) -> bool:
-        """Whether a number is one of a rank's own samples."""
+        """Whether a number depends on the rank's own samples only."""
         return self._is_divided(node) and not self._is_known(node)
 
     def _is_known(self, node: Node, depth: int = 0) -> bool:
@@ -81,7 +81,7 @@ class Metrics:
         return bool(parts) and all(self._is_known(part, depth + 1) for part in parts)
 
     def _average(self, node: Node) -> bool:
-        """Have a mean of this rank's samples be that of all; returns whether it is one."""
+        """Average a mean over this rank's samples over all ranks. Returns whether the expression is such a mean."""
         kind = self._losses.kind(node)
         if kind.name != MEAN or node in self._loops.flowing or not self.is_alone(node) or self._is_in_sum(node):
             return False
@@ -102,38 +102,38 @@ class Metrics:
         return any(computed < script.order(each) < shown for each in bound)
 
     def _is_in_sum(self, node: Node) -> bool:
-        """Whether a number is a factor of one that is added up over ranks later: `loss.item() * len(x)`."""
+        """Whether a number is part of a term that is summed over ranks later: `total += loss.item() * len(x)`."""
         around = next(each for each in self._script.ancestors(node) if isinstance(each, cst.AugAssign | Statement))
         return isinstance(around, cst.AugAssign) and self._losses.kind(around.value).name == SUM
 
     def _decides(self, test: Node) -> bool:
-        """Whether a test is one of a rank's own values, and not of what there is: `x is None`, `hasattr(x, "y")`."""
+        """Whether a condition depends on a rank's own values. Type checks, as `x is None`, don't count."""
         is_of_kind = re.search(r"\bis\b|\b(isinstance|hasattr|callable)\(", self._script.code(test))
         return not is_of_kind and self.is_alone(test)
 
     # ------------------------------------------------------------------ what is shown or kept
 
     def _keeps(self, call: cst.Call) -> bool:
-        """Whether a call is made to show or to keep what it is given."""
+        """Whether a call may show or keep its arguments."""
         passes, functions = self._loops.passes, self._flow.functions(call)
         trains = any(self._script.is_inside(each.call, of) for each in passes for of in functions)
         is_torchs = (self._script.qualified(call.func) or "").startswith("torch.")
         return self._work.short(call) not in _STEPPING and not is_torchs and not trains
 
     def _unknown(self, call: cst.Call) -> list[Node]:
-        """Make what a call is given numbers of all ranks; returns what can't be."""
+        """Make the arguments of a call numbers of all ranks. Returns those that can't be."""
         given = [each.value for each in call.args]
-        if self._flow.functions(call):  # averages them itself, but not what it weights them by
+        if self._flow.functions(call):  # its own code averages them, but not the weights that it is passed
             given = [each for each in given if self._losses.kind(each).name != MEAN]
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("append", "extend", "add", "insert"):
-            holder = self._script.code(call.func.value)  # of tensors that a loss may be made of, which a mean isn't
+            holder = self._script.code(call.func.value)  # a list of tensors for the loss must keep the tensors
             if any(self._script.code(each) == holder for each in self._loops.flowing):
                 return []
             return [each for each in given if self.is_alone(each)]
         return [each for argument in given for each in self._shown(argument)]
 
     def _shown(self, node: Node) -> list[Node]:
-        """Have what is shown be the number of all ranks; returns what can't be."""
+        """Make a shown expression a number of all ranks. Returns its parts that can't be."""
         is_text = isinstance(node, cst.BaseString | cst.Tuple | cst.List | cst.Dict | cst.BinaryOperation) or (
             isinstance(node, cst.Call) and self._work.short(node) in ("format", "str", "round", "dict")
         )
@@ -154,7 +154,7 @@ class Metrics:
     # ------------------------------------------------------------------ what is added up
 
     def _sums(self, loop: Node, kind: Callable[[Node], Kind]) -> list[tuple[cst.AugAssign, Kind]]:
-        """What a loop adds up, in its own function; a loss that is made of parts isn't among it."""
+        """The additions (`+=`) in a loop's own function, with their kinds, without those that build up a loss."""
         found: list[tuple[cst.AugAssign, Kind]] = []
         for node in self._script.inside(loop):
             is_sum = isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign)
@@ -165,7 +165,7 @@ class Metrics:
         return found
 
     def _hangs_on_samples(self, node: cst.AugAssign, loop: Node) -> bool:
-        """Whether what is added to, or how often, is decided by samples: `hits[label] += 1`, `if right: n += 1`."""
+        """Whether samples decide where or how often is added: `hits[label] += 1`, `if right: n += 1`."""
         if isinstance(node.target, cst.Subscript) and any(map(self._losses.varies, node.target.slice)):
             return True
         for each in self._script.ancestors(node):
@@ -198,7 +198,7 @@ class Metrics:
                 work.add_up(node.value)
 
     def _may_wait(self, node: cst.AugAssign, loop: Node) -> bool:
-        """Whether a sum begins at the loop and is read behind it only."""
+        """Whether a sum starts just before the loop and is read only after it."""
         script, name = self._script, node.target
         if not isinstance(name, cst.Name) or isinstance(script.parent(loop), cst.SimpleStatementSuite):
             return False
@@ -214,10 +214,10 @@ class Metrics:
     # ------------------------------------------------------------------ evaluations
 
     def why_whole(self, loop: Node) -> Iterator[str]:
-        """Why every rank has to see all samples of a loop that doesn't train; nothing if each use is understood.
+        """The reasons why every rank must see all samples of an evaluation loop; none if each use is understood.
 
         Args:
-            loop: Over a loader.
+            loop: An evaluation loop over a loader.
         """
         code, losses = self._script.code, self._losses
         if not isinstance(loop, cst.For):
@@ -248,14 +248,14 @@ class Metrics:
                     yield f"convert doesn't see whether {code(node.func)}(...) keeps what it is given"
 
     def _is_harmless(self, call: cst.Call) -> bool:
-        """Whether a statement is given nothing of samples, or appends a mean, which can be that of all ranks."""
+        """Whether a call's arguments depend on no samples, or it appends a mean, which can be averaged over ranks."""
         given = [argument.value for argument in call.args]
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "append" and len(given) == 1:
             return isinstance(given[0], cst.Call) and self._losses.metric(given[0]).name == MEAN
         return not any(map(self._losses.varies, given))
 
     def _is_pure(self, call: cst.Call, depth: int = 0) -> bool:
-        """Whether a call is one of a module, of torch, or of a function that keeps nothing."""
+        """Whether a call keeps none of its arguments: it calls a model, torch, or a function that keeps nothing."""
         script, flow, name = self._script, self._flow, self._script.qualified(call.func)
         if name is not None or (isinstance(call.func, cst.Name) and call.func.value in BUILTINS):
             return name is None or name.startswith(_PURE)
@@ -272,7 +272,7 @@ class Metrics:
         return self._losses.varies(base) or call.func.attr.value == "append" or flow.is_a(base, "loader")
 
     def _keeps_more(self, node: Node, depth: int) -> bool:
-        """Whether a node of a function keeps more than what the function returns."""
+        """Whether a node of a function keeps values beyond the function's return value."""
         match node:
             case cst.Global() | cst.Nonlocal():
                 return True
@@ -285,7 +285,7 @@ class Metrics:
         return False
 
     def _is_read_behind(self, name: cst.Name, loop: Node) -> bool:
-        """Whether the first that is done behind a loop with a name of it is to read it."""
+        """Whether the first use of a name after a loop reads it, so that the loop's last value matters."""
         script, function = self._script, self._script.function(loop)
         last = script.order(script.inside(loop)[-1])
         for node in script.inside(script.module if function is None else function):

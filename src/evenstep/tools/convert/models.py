@@ -1,4 +1,4 @@
-"""Models: which are trained, where they are wrapped, and what is called on them afterwards."""
+"""Models: which are trained, where they are wrapped, and how the script uses them afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenstep.tools.convert.losses import SUM
 from evenstep.tools.reading.tree import Node, Statement
 from evenstep.tools.reading.values import Value, Values
 
-# What the wrapper has or passes on as the module has it; names of parts begin with "module." in the wrapper.
+# Attributes that the wrapper has or forwards to the module. `state_dict` isn't one: its names begin with "module.".
 _MODULES_OWN = {"parameters", "train", "eval", "zero_grad", "to", "cuda", "cpu", "buffers", "requires_grad_"}
 _MODULES_OWN |= {"training", "module", "apply", "float", "double", "half", "bfloat16", "backward", "no_sync"}
 _MODULES_OWN |= {"register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "accumulate"}
@@ -23,7 +23,7 @@ _MODULES_OWN |= {"forward", "join"}
 _ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 _WRAPPER = "evenstep.DistributedDataParallel"
 _BATCH_NORM = ("BatchNorm", "torchvision.models", "torch.hub")
-# Libraries that bring no batch norm.
+# Libraries without models that may have a batch norm, except torchvision's and torch.hub's.
 LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "evenstep", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "seaborn", "PIL", "cv2"),
     *("tqdm", "rich", "yaml", "hydra", "omegaconf", "wandb", "mlflow", "tensorboardX", "datasets", "tokenizers"),
@@ -36,20 +36,20 @@ class Models:
     """The models that optimizers of a script train.
 
     Attributes:
-        trained: Their values.
+        trained: These models.
     """
 
     def __init__(self, work: Work, loops: Loops) -> None:
         self._work, self._loops = work, loops
         self._script, self._flow = work.script, work.flow
-        self._wrapped_at: dict[Value, Node | None] = {}  # the statement that the wrapper stands before, by model
+        self._wrapped_at: dict[Value, Node | None] = {}  # by model, the statement that its wrapper stands before
         names = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
         self._parallel = [call for call in work.calls() if work.script.qualified(call.func) in names]
         self.trained = self._find_trained()
         self._has_batch_norm = self._may_have_batch_norm()
 
     def _may_have_batch_norm(self) -> bool:
-        """Whether a model may have a batch norm: the script names one, or what makes layers that aren't read."""
+        """Whether a model may have a batch norm: the script names one, or takes layers from code that isn't read."""
         script = self._script
         made = [each.site.func for each in self.trained if isinstance(each.site, cst.Call)]
         if len(made) == len(self.trained) and all(_LAYER.fullmatch(script.qualified(each) or "") for each in made):
@@ -69,7 +69,7 @@ class Models:
             if not self._is_made_by(call, "optimizer"):
                 continue
             own = self._parameters_in(call)
-            if not own:  # groups that are built up in a loop: whose parameters are asked for in this function?
+            if not own:  # groups that are built up in a loop: take the one model whose parameters the function reads
                 asked = self._parameters_in(script.function(call) or script.module)
                 own = asked if len(asked) == 1 else set()
             own = {value for value in own if not self._is_made_behind(value.site, call)} or own
@@ -95,13 +95,13 @@ class Models:
         return isinstance(call, cst.Call) and any(value.site is call for value in self._flow.of(call, kind))
 
     def _is_made_behind(self, site: Node, call: cst.Call) -> bool:
-        """Whether a model is made when the optimizer is there already, as to look at what was saved."""
+        """Whether a model is made after the optimizer, for example to inspect a saved state."""
         script = self._script
         is_together = script.function(site) is script.function(call) and not script.loops(site)
         return is_together and script.order(site) > script.order(call)
 
     def _is_returned(self, call: cst.Call) -> bool:
-        """Whether a method makes an optimizer for its caller, and doesn't keep it."""
+        """Whether a function returns the optimizer that a call makes."""
         function = self._script.function(call)
         returns = [each for each in self._script.inside(function) if isinstance(each, cst.Return)] if function else []
         return any(
@@ -109,7 +109,7 @@ class Models:
         )
 
     def _parameters_in(self, around: Node) -> set[Value]:
-        """The models whose parameters are mentioned, also by way of lists and dictionaries."""
+        """The models whose parameters are used within a node, also in lists and dictionaries."""
         held: set[Value] = set()
         flow = self._flow
         for node in self._script.inside(around):
@@ -123,7 +123,7 @@ class Models:
     # ------------------------------------------------------------------ wrapping
 
     def wrap(self) -> None:
-        """Have every trained model wrapped, once, before it is first used."""
+        """Wrap every trained model once, before its first use."""
         edits = self._work.edits
         for call in self._parallel:
             self._leave_out(call)
@@ -141,15 +141,15 @@ class Models:
                     edits.add(where, use, f"{text} = {line}")
 
     def _with_batch_norm(self, model: str) -> str:
-        """A model whose batch norms take their statistics over all ranks, if it may have any."""
+        """The code of a model, with its batch norms converted to `SyncBatchNorm` if it may have any."""
         return f"evenstep.SyncBatchNorm.convert_sync_batchnorm({model})" if self._has_batch_norm else model
 
     def _target_of(self, site: Node) -> tuple[Statement, str] | None:
-        """The statement that gives a model its name, and the name."""
+        """The statement that assigns a model to a name, and the name; None if there is none."""
         script = self._script
         for node in script.ancestors(site):
             if isinstance(node, cst.Arg) and self._flow.functions(script.parent(node)):  # type: ignore[arg-type]
-                return None  # a function of the script gets it, and may train it before it returns it
+                return None  # an argument of one of the script's functions, which may train it before the assignment
             if isinstance(node, Statement):
                 return None
             if isinstance(node, cst.Assign):
@@ -167,10 +167,10 @@ class Models:
         return None
 
     def _first_use(self, statement: Statement, text: str) -> Statement:
-        """The first statement behind a model's making that uses it, other than to set it up; else its making."""
+        """The first statement that uses a model after its setup; if there is none, the statement that makes it."""
         script, behind = self._script, self._behind
         block = script.parent(statement)
-        # Made under an `if`, it is used behind that.
+        # A model that is made under an `if` may be used only after the `if`.
         while isinstance(block, cst.IndentedBlock) and isinstance(script.parent(block), _BRANCHES):
             if any(self._uses(each, text) for each in behind(statement)):
                 break
@@ -196,7 +196,7 @@ class Models:
         ) or any(self._reaches(each, text, set()) for each in script.inside(statement) if isinstance(each, cst.Call))
 
     def _reaches(self, call: cst.Call, text: str, seen: set[Node]) -> bool:
-        """Whether a function that is called reads a model that it isn't given, itself or by way of others."""
+        """Whether a called function, or one that it calls, reads a model that isn't its argument."""
         script = self._script
         for function in {*self._flow.functions(call)} - seen:
             seen.add(function)
@@ -211,7 +211,7 @@ class Models:
         return False
 
     def _is_use(self, node: Node, statement: Statement) -> bool:
-        """Whether a model is called, kept, trained or given to the script's own: else it is being set up."""
+        """Whether a name of a model stands in a use, such as a call or an optimizer, and not only in its setup."""
         script, parent = self._script, self._script.parent(node)
         if not isinstance(parent, cst.Attribute | cst.Subscript | cst.Arg | cst.AssignTarget):
             return True
@@ -237,7 +237,7 @@ class Models:
     # ------------------------------------------------------------------ DataParallel
 
     def _leave_out(self, call: cst.Call) -> None:
-        """Have a model that was made parallel be itself; a statement that did only this goes."""
+        """Replace `DataParallel(model)` by the model; remove a statement that only did this wrapping."""
         work, script = self._work, self._script
         if not self._flow.of(call, "object") & self.trained or not call.args:
             work.note(call, "this DataParallel holds no model that is trained, and was left as it is", mark=True)
@@ -247,10 +247,10 @@ class Models:
             work.remove(assign)
         work.edits.change(call, lambda new: new.args[0].value)
 
-    # ------------------------------------------------------------------ what is called on a model
+    # ------------------------------------------------------------------ attributes of models
 
     def reach_inside(self) -> None:
-        """Reach what only the module itself has through its wrapper; files keep the names of a plain model."""
+        """Add `.module` where the script needs the model inside its wrapper, also so that files keep their names."""
         script, edits = self._script, self._work.edits
         for node in script.nodes:
             if not isinstance(node, cst.Attribute) or node.attr.value in _MODULES_OWN:
@@ -264,7 +264,7 @@ class Models:
             edits.template(base, "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})')
         for call in self._work.calls():
             text = script.code(call.func)
-            reads = text in _ASKING or text.endswith(".add_graph")  # the latter of TensorBoard's writers, which traces
+            reads = text in _ASKING or text.endswith(".add_graph")  # TensorBoard's `add_graph` traces the model
             name = script.qualified(call.func) or (text if reads else ".compile")
             if name.endswith((".compile", "DataParallel")):
                 continue
@@ -273,7 +273,7 @@ class Models:
                 self._give_module(call, node)
 
     def _is_model(self, node: Node) -> bool:
-        """Whether an expression is a wrapped model, and isn't asked for anything."""
+        """Whether an expression is a wrapped model, with no attribute read from it and no call of it."""
         parent, held = self._script.parent(node), self._flow.of(node, "object")
         is_name = isinstance(node, cst.Name | cst.Attribute) and self._script.is_read(node)
         is_name = is_name and not isinstance(parent, cst.Attribute | cst.Call)
@@ -281,7 +281,7 @@ class Models:
         return is_name and is_trained and all(self._is_wrapped(value, node) for value in held)
 
     def _give_module(self, call: cst.Call, node: Node) -> None:
-        """Give what isn't the script's own the model itself: it reads or saves it, unless it computes a loss."""
+        """Pass the model inside the wrapper to a call, unless the call computes a loss."""
         if call not in self._loops.flowing:
             self._work.edits.template(node, "{old}.module")
             return
@@ -289,7 +289,7 @@ class Models:
         self._work.note(call, f"{text}: other attributes are those of {self._script.code(node)}.module", mark=True)
 
     def _is_part(self, node: Node) -> bool:
-        """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""
+        """Whether an expression is an attribute of a model. `.module` is added to the model's name, not to its part."""
         bases = [node.value] if isinstance(node, cst.Attribute) else []
         return any(self._flow.of(base, "object") & self.trained or self._is_part(base) for base in bases)
 
@@ -299,7 +299,7 @@ class Models:
         return not is_together or script.order(node) >= script.order(before)  # type: ignore[arg-type]
 
     def _trains_by(self, node: cst.Attribute) -> bool:
-        """Refuse a method of a model, other than its forward pass, that computes what is trained on."""
+        """Refuse a method of a model, other than its forward pass, that a loss's gradient flows through."""
         call = self._script.parent(node)
         if call not in self._loops.flowing or not isinstance(call, cst.Call) or call.func is not node:
             return False
@@ -310,10 +310,10 @@ class Models:
     # ------------------------------------------------------------------ backward
 
     def change_backward(self) -> None:
-        """Have every backward pass weighted."""
+        """Weight every backward pass."""
         for each in self._loops.passes:
             if each.kind.name == SUM:
-                # The mean over ranks of so many times each rank's sum.
+                # Gradients are averaged over ranks, so each rank's sum is multiplied by their number.
                 self._work.edits.template(each.loss, f"({{old}} * {self._work.world}.world_size)")
             else:
                 self._weigh(each)
@@ -339,7 +339,7 @@ class Models:
         work.edits.change(each.call, change)
 
     def _name_at(self, value: Value, node: Node) -> str | None:
-        """What a model is called at some place."""
+        """The name by which the code around `node` can refer to a model; None if there is none."""
         script, flow = self._script, self._flow
         found = flow.name_of(frozenset({value}), node, among=self.trained)
         nodes = script.inside(script.function(node) or script.module) if found is None else []

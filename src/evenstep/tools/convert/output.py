@@ -1,4 +1,4 @@
-"""What one process does for all, and where each computes: printing, files, trackers, progress bars, devices."""
+"""Restricts printing, files, trackers and progress bars to rank 0, and changes devices to the rank's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work, with_argument
 from evenstep.tools.reading.tree import Node
 
-# Calls that write, by the end of their full name, and methods that do.
+# Functions that write, by the end of their full name, and methods that write.
 _WRITING = (
     *("torch.save", "numpy.save", "numpy.savez", "numpy.savetxt", "json.dump", "pickle.dump", "yaml.dump"),
     *("save_image", "joblib.dump", "safetensors.torch.save_file", "imageio.imwrite", "tqdm.write", "pprint.pprint"),
@@ -18,15 +18,15 @@ _WRITING = (
     *("pyplot.savefig", "pyplot.show", "pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write"),
 )
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
-_SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files
+_SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files that may show something
 _LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 _MODES = {"w", "a", "wb", "x", "w+"}
-_PLAIN = re.compile(r"""["']?(cpu|meta)["']?""")  # what chooses no GPU
-_DEVICE = re.compile(r"cuda(:\d+)?$|(args|opts?|options|cfg|config|hparams|FLAGS|conf)\.device$")  # what may
+_PLAIN = re.compile(r"""["']?(cpu|meta)["']?""")  # devices that are no GPU
+_DEVICE = re.compile(r"cuda(:\d+)?$|(args|opts?|options|cfg|config|hparams|FLAGS|conf)\.device$")  # may be a GPU
 
 
 class Output:
-    """Changes what is printed, written and shown."""
+    """Changes a script's output, files, trackers and devices."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -35,7 +35,7 @@ class Output:
         self._device = f"{work.world}.device"
 
     def change(self) -> None:
-        """Have rank 0 alone print, write and show."""
+        """Let rank 0 alone print, write and show, and each rank use its own device."""
         for call in self._work.calls():
             name = self._script.qualified(call.func) or ""
             self._change_output(call, name)
@@ -62,19 +62,19 @@ class Output:
         is_writer = base is not None and self._flow.is_a(base, "writer")
         logs = base is not None and short in _LEVELS and "log" in script.code(base).lower()
         is_method = short in _WRITING_METHODS and base is not None and not name.startswith("torch.utils.data")
-        # A function of another file, which knows of no ranks.
+        # A function of another file, which doesn't know the ranks.
         shows = bool(name) and _SHOWING.search(short) and isinstance(script.parent(call), cst.Expr)
         if writes or is_writer or logs or is_method or shows:
             self._guard(call)
 
     def _is_private(self, call: cst.Call) -> bool:
-        """Whether a file lies in a temporary directory, of which each rank has its own: each writes there."""
+        """Whether a file is in a temporary directory: each rank makes its own and may write there."""
         nodes = {each for argument in call.args for each in self._work.losses.slice(argument.value)}
         names = [self._script.qualified(each.func) or "" for each in nodes if isinstance(each, cst.Call)]
         return any(each.startswith("tempfile.") and each != "tempfile.gettempdir" for each in names)
 
     def _guard(self, call: cst.Call) -> None:
-        """Have the statement that is this call run on rank 0 only."""
+        """Guard a statement that is only this call, so that rank 0 alone runs it."""
         script, outer = self._script, self._script.parent(call)
         if isinstance(outer, cst.Expr):
             if len(getattr(script.parent(outer), "body", ())) > 1:
@@ -85,7 +85,7 @@ class Output:
             self._work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
 
     def _validate_writer(self, node: Node) -> None:
-        """Refuse what every rank would do with a writer, which rank 0 alone has."""
+        """Refuse unguarded uses of a tracker's writer, because only rank 0 has one."""
         around = {node, *self._script.ancestors(node)}
         reads = isinstance(node, cst.Attribute) and self._flow.is_a(node.value, "writer")
         opens = isinstance(node, cst.WithItem) and self._flow.is_a(node.item, "writer")
@@ -96,11 +96,11 @@ class Output:
             self._work.refuse(node, f"{text}: {self._script.code(node)} has to be a statement of its own")
 
     def _is_under_writer(self, node: Node) -> bool:
-        """Whether an `if` around it asks for a writer, which rank 0 alone has."""
+        """Whether an `if` around a node tests for a writer, which only rank 0 has."""
         return any(isinstance(each, cst.If) and self.asks_for_writer(each) for each in self._script.ancestors(node))
 
     def asks_for_writer(self, node: cst.If) -> bool:
-        """Whether an `if` holds where there is a writer."""
+        """Whether the condition of an `if` names a writer."""
         names = [each for each in self._script.inside(node.test) if isinstance(each, cst.Name | cst.Attribute)]
         return any(self._flow.is_a(each, "writer") for each in names)
 
@@ -110,7 +110,7 @@ class Output:
         script, edits, args = self._script, self._edits, call.args
         named = {each.keyword.value: each for each in args if each.keyword is not None}
         modes = {script.code(each.value).strip("'\"") for each in args[1:]}
-        # A file that is opened for writing is nothing on other ranks: whatever writes to it may stay.
+        # Other ranks open /dev/null instead of a file for writing, so the code that writes to it can stay.
         if args and (name == "logging.FileHandler" or (script.code(call.func) == "open" and modes & _MODES)):
             edits.template(args[0].value, self._nowhere)
         if name == "logging.basicConfig" and "filename" in named:
@@ -133,10 +133,14 @@ class Output:
                 )
 
     def _is_saved_before(self, load: cst.Call) -> bool:
-        """Whether rank 0 may still be writing what is read: what follows in the text was written by another run."""
+        """Whether rank 0 may still be writing the file that a `torch.load` reads.
+
+        It may if a save, or a loop that may call one, stands before the load. A save that stands after the load wrote
+        the file in an earlier run.
+        """
         script = self._script
         saves = [each for each in self._work.calls() if script.qualified(each.func) == "torch.save"]
-        loops = [each for each in script.nodes if isinstance(each, cst.For | cst.While) and saves]  # and what they call
+        loops = [each for each in script.nodes if isinstance(each, cst.For | cst.While) and saves]  # may call it
         return any(
             script.function(each) is script.function(load)
             and script.order(each) < script.order(load)
@@ -162,8 +166,8 @@ class Output:
         """Change an argument of a call, or refuse the script where `**` may hold it.
 
         Args:
-            given: Replaces the argument's value, which is {old}.
-            otherwise: The value where there is no such argument.
+            given: The template that replaces the argument's value, with {old} for the value.
+            otherwise: The value if the call has no such argument.
         """
         argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
         unseen = self._work.unseen(call, f"{name}=...", [name])
@@ -177,7 +181,7 @@ class Output:
     # ------------------------------------------------------------------ devices
 
     def _change_device(self, node: Node) -> None:
-        """Have a place where a device is chosen name the rank's."""
+        """Replace an expression that chooses a device by the rank's own device."""
         work, script, edits = self._work, self._script, self._edits
         match node:
             case cst.Assign(targets=[cst.AssignTarget(target=assigned)]):
@@ -196,7 +200,7 @@ class Output:
                     self._choose(node)
             case cst.IfExp(body=body, orelse=orelse) if "is_available" in script.code(node.test):
                 if "cpu" in script.code(body) + script.code(orelse):
-                    # A text where it was one: the current device is the rank's own.
+                    # A string stays a string: `.type` suffices, because the current device is the rank's own.
                     self._choose(node, ".type" if isinstance(body, cst.SimpleString) else "")
             case cst.Arg(value=chosen, keyword=keyword):
                 call = script.parent(node)
@@ -212,7 +216,7 @@ class Output:
         return updated.with_changes(func=updated.func.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     def _choose(self, node: Node, part: str = "") -> None:
-        """Compute on the rank's device, and say what chose one before."""
+        """Replace an expression by the rank's device, and remark on the name that chose the device before."""
         script = self._script
         self._edits.template(node, self._device + part)
         read = [each for each in script.inside(node) if isinstance(each, cst.Name | cst.Attribute)]

@@ -1,4 +1,4 @@
-"""Decides everything that is changed in a script, or why nothing is."""
+"""Decides all changes of a script, or why it can't be converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
 from evenstep.tools.reading.values import BUILTINS, Values
 
-# Who divides training over ranks already, by the names that a script imports.
+# By imported name, the library that already distributes the training.
 _DISTRIBUTED = {
     "evenstep": "evenstep",
     "accelerate": "accelerate",
@@ -39,7 +39,7 @@ _DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
 
 def already_distributed(script: Script) -> str | None:
-    """Who divides a script's training over ranks already."""
+    """The library that already distributes a script's training over ranks; None if there is none."""
     used = [script.qualified(node) or "" for node in script.nodes if isinstance(node, cst.Attribute)]
     for full in (*script.imports.values(), *used):
         known = _DISTRIBUTED.get(full) or _DISTRIBUTED.get(full.split(".")[0])
@@ -52,8 +52,8 @@ def plan(script: Script, *, file: str) -> Work:
     """Decide all changes.
 
     Args:
-        script: As it is.
-        file: What the script is called.
+        script: The original script.
+        file: The name of its file.
     """
     flow = Flow(script)
     taken = script.names()
@@ -95,7 +95,7 @@ def plan(script: Script, *, file: str) -> Work:
 
 
 def _make_collective(work: Work, output: Output) -> None:
-    """Have the numbers that are averaged over ranks be so on every rank, and not under a guard."""
+    """Replace numbers by their collectives, and move those under a guard before it, so that every rank calls them."""
     script, edits = work.script, work.edits
     names: dict[tuple[Node, str], str] = {}
     for node, template in sorted(work.collectives.items(), key=lambda item: script.order(item[0])):
@@ -114,7 +114,7 @@ def _make_collective(work: Work, output: Output) -> None:
 
 
 def _refuse_guarded_calls(work: Work, trained: Values) -> None:
-    """Refuse what rank 0 alone would run, though it needs all ranks: the others would wait for ever."""
+    """Refuse guarded calls that need all ranks: rank 0 alone would wait for the others for ever."""
     script, flow, users = work.script, work.flow, _users(work)
     for node in (each for guarded in work.edits.guarded for each in script.inside(guarded)):
         if isinstance(node, cst.Call):
@@ -136,7 +136,7 @@ def _outermost_guard(work: Work, output: Output, node: Node) -> Node | None:
 
 
 def _vary_noise(work: Work, loops: Loops) -> None:
-    """Have ranks draw other random numbers for their samples: the script's seed is the same on all."""
+    """Let each rank draw other random numbers for its samples, although the script's seed is the same on all."""
     script, edits = work.script, work.edits
     drawing = {
         (script.qualified(call.func) or "").split(".")[0] for call in work.calls() if work.losses.draws_noise(call)
@@ -155,7 +155,7 @@ def _vary_noise(work: Work, loops: Loops) -> None:
 
 
 def _outermost(work: Work, loop: Node) -> Node:
-    """The loop around a training loop that runs once, also by way of the functions that hold it."""
+    """The outermost loop around a training loop, also followed through the first calls of its functions."""
     best = node = [loop, *work.script.loops(loop)][-1]
     for _ in range(4):
         function = work.script.function(node)
@@ -172,7 +172,7 @@ def _outermost(work: Work, loop: Node) -> Node:
 
 
 def _join_ranks(work: Work) -> None:
-    """Add the import, and the call that joins the ranks: before anything is called that may need or seed them."""
+    """Add the import and the call that joins the ranks, before any call that may need ranks or random numbers."""
     script, edits, users = work.script, work.edits, _users(work)
     body: list[Node] = [*script.module.body]
     running = [each for each in body if not isinstance(each, _DEFINITIONS)]
@@ -181,7 +181,7 @@ def _join_ranks(work: Work) -> None:
         work.refuse(script.module, f"{text} {_ONE_FILE}")
         return
     first = next(each for each in running if _needs_ranks(work, each, users) or _may_draw(script, each))
-    # A module imports torch perhaps inside of a `try`.
+    # The script may import torch inside a `try`.
     above = next(
         each
         for each in body
@@ -201,7 +201,7 @@ def _join_ranks(work: Work) -> None:
 
 
 def _remark_on_drawn_seeds(work: Work) -> None:
-    """Say that a seed that the script draws no longer differs from run to run: what draws it has a seed itself now."""
+    """Remark on seeds that the script draws: they no longer differ between runs, since evenstep seeds their source."""
     script = work.script
     assigned = [each for each in script.nodes if isinstance(each, cst.Assign)]
     for seeding in work.seeds(are_numbers=False):
@@ -215,7 +215,7 @@ def _remark_on_drawn_seeds(work: Work) -> None:
 
 
 def _users(work: Work) -> set[str]:
-    """Functions and classes of the script that need the ranks when they run, also by way of others."""
+    """The functions and classes of the script that need the ranks, directly or through others that they name."""
     script = work.script
     around = [each for node in work.edits.touched() for each in script.ancestors(node)]
     users = {each.name.value for each in around if isinstance(each, _DEFINITIONS)}
@@ -238,7 +238,7 @@ def _needs_ranks(work: Work, statement: Node, users: set[str]) -> bool:
 
 
 def _may_draw(script: Script, statement: Node) -> bool:
-    """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
+    """Whether a statement may draw random numbers, for example to split data: they must be equal on all ranks."""
     for call in (each for each in script.inside(statement) if isinstance(each, cst.Call)):
         name, own = script.qualified(call.func), script.code(call.func)
         if name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}:

@@ -1,11 +1,11 @@
-"""Does a converted script compute on one rank what the script computed?
+"""Whether a converted script computes on one rank what the original script computes.
 
-The same seed gives other batches and other random numbers to a converted script, so that two runs can't be compared.
-The script as it was runs first, under observation: it leaves the weights and buffers that it starts with, each batch
-that reaches a loop, and the random streams before it. The converted script is given all three. Gradients and weights
-must agree then, step by step. The loop gets the first batches of an epoch and its last one, which may be shorter.
+With the same seed, a converted script gets other batches and other random numbers, so two plain runs can't be compared.
+Instead, the original script runs first and records the weights and buffers that it starts with, each batch that reaches
+a loop, and the state of the random generators before the batch. The converted script runs with these. Gradients and
+weights must then agree step by step. A loop gets the first batches of an epoch and the last one, which may be shorter.
 
-What a replay hides is compared beside it: how many batches a loop over a loader has, their sizes, and their samples.
+A replay would hide differences of the loaders, so their batches are compared as well: number, sizes and samples.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from evenstep.tools.observing.models import first_samples
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.script import run_observed
 
-_FIRST = 4  # batches of an epoch that reach the loop, beside the last one
+_FIRST = 4  # batches of an epoch that reach the loop before the last one
 _MOST_STEPS = 40
 _LAST = 1 << 60
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_MOST_ELEMENTS = 1 << 14  # of a tensor that are compared, evenly drawn
-_MOST_APART = 1e-4  # of gradients; with weights given by a number, a loss is multiplied and divided again
-_MOST_APART_HALF = 2e-2  # in less than float32
-_MOST_APART_WEIGHTS = 2e-2  # of what the steps changed, which some optimizers make much of tiny gradients
+_MOST_ELEMENTS = 1 << 14  # compared elements of a tensor, evenly spaced
+_MOST_APART = 1e-4  # tolerance for gradients: a weighted loss is multiplied and divided again
+_MOST_APART_HALF = 2e-2  # tolerance for gradients in less than float32
+_MOST_APART_WEIGHTS = 2e-2  # tolerance for changes of weights: some optimizers amplify tiny gradients
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay has shown.
+    """The result of a replay.
 
     Attributes:
-        num_steps: That were compared.
-        differences: How the converted script differs from the script as it was.
-        epoch_steps: Optimizer steps of the first epoch that is trained on, or of its beginning if it has no end.
+        num_steps: The number of steps compared.
+        differences: How the converted script differs from the original.
+        epoch_steps: The optimizer steps of the first training epoch, or of the batches read of it.
     """
 
     num_steps: int
@@ -63,16 +63,16 @@ class Replay:
 
 
 def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callable[[str], None]) -> Replay:
-    """Compare a converted script with the script as it was, on one rank.
+    """Compare a converted script with the original on one rank.
 
     Args:
-        script: As it was.
-        converted: Beside it.
-        arguments: Given to both scripts.
-        say: Told what is going on.
+        script: The path of the original.
+        converted: The path of the converted script, in the same folder.
+        arguments: The command-line arguments of both scripts.
+        say: Called with each line of progress.
 
     Raises:
-        UsageError: One of them fails, or the script as it was makes no steps.
+        UsageError: A script fails, or the original makes no optimizer steps.
     """
     with private_directory("replay") as root:
         for mode, path in (("record", script), ("replay", converted)):
@@ -81,7 +81,7 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
             env = {**with_settings(), "TORCHDYNAMO_DISABLE": "1"}
             done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
             if done.returncode:
-                # From the script's own line on: those before are of this module.
+                # Begin the traceback at the script's own line: the lines before are of this module.
                 said = done.stderr[max(0, done.stderr.find(f'  File "{path}"')) :][-4000:].rstrip()
                 raise UsageError(f"{path} in one process failed with status {done.returncode}. It said:\n{said}")
         numbers = [len(list(root.glob(f"{mode}-step-*"))) for mode in ("record", "replay")]
@@ -116,7 +116,7 @@ def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
 
 
 def _apart(was: Sequence[Tensor | None], now: Sequence[Tensor | None], by: Sequence[Tensor | None]) -> float:
-    """The distance of two lists of tensors, as a share of the size of a third one."""
+    """The Euclidean distance of two lists of tensors, divided by the norm of a third list."""
     if [each is None for each in was] != [each is None for each in now]:
         return float("inf")
     pairs = [(one, other) for one, other in zip(was, now, strict=True) if one is not None and other is not None]
@@ -128,25 +128,25 @@ def _apart(was: Sequence[Tensor | None], now: Sequence[Tensor | None], by: Seque
 
 
 class _Observed:
-    """This process, which becomes one of the two scripts.
+    """Observes the script that runs in this process: the original or the converted one.
 
     Args:
-        root: Where the script as it was leaves what the converted one is given.
-        mode: "record" or "replay".
+        root: The directory in which the original leaves batches and states for the converted script.
+        mode: "record" for the original, "replay" for the converted script.
     """
 
     def __init__(self, root: Path, mode: str) -> None:
         self._root, self._mode = root, mode
         self._num_loops = self._num_steps = 0
         self._loops: list[dict[str, Any]] = []
-        self._order: dict[int, int] = {}  # of parameters as modules got them, by id
-        self._kept: list[Tensor] = []  # so that an id is no other one's later
+        self._order: dict[int, int] = {}  # by id of a parameter, when a module registered it
+        self._kept: list[Tensor] = []  # keeps parameters alive, so that no id is reused
         self._start: dict[int, Tensor] = {}  # weights before the first step
         self._grads: list[Tensor | None] = []
         self._is_reading = self._is_half = False
 
     def install(self, patches: Patches) -> None:
-        """Observe from now on, until the patches are undone."""
+        """Start to observe loaders, modules and optimizers, until the patches are undone."""
         for kind in (TorchDataLoader, DataLoader):
             patches.replace(kind, "__iter__", lambda original: lambda loader: self._loop(original, loader))
         for handle in (
@@ -176,7 +176,7 @@ class _Observed:
             loop["given"] += 1
             yield self._given(number, len(loop["sizes"]), batch[0])
             loop["steps"] = self._num_steps - steps
-        # Padded to the longest of its batch, a sample looks otherwise in another order.
+        # Samples that are padded to the longest of their batch look different in another order.
         is_padded = len(set(loop["shapes"])) > 1
         loop |= {"is_whole": True, "is_of_all": not is_padded and _is_of_all(dataset, sum(loop["sizes"]))}
         if self._num_steps > steps:
@@ -197,14 +197,14 @@ class _Observed:
         return (batch,)
 
     def _given(self, loop: int, index: int, batch: Any) -> Any:
-        """The batch that reaches the loop: this one, or the recorded one, with the weights and streams from there."""
+        """Record a batch, weights and generators, or restore the recorded ones. Returns the batch for the loop."""
         path = self._root / f"batch-{loop}-{index}"
         modules = self._modules() if self._num_steps == 0 else []
         if self._mode == "record":
             states = [module.state_dict() for module in modules]
             torch.save({"batch": batch, "streams": randomness.capture(), "states": states}, path)
         elif path.exists():
-            # Files of this program's own, in a directory that nobody else can write to.
+            # The recording run wrote this file, in a directory that nobody else can write to.
             given = torch.load(path, weights_only=False, map_location="cpu")
             for module, state in zip(modules, given["states"], strict=False):
                 if _shapes(state) == _shapes(module.state_dict()):
@@ -222,7 +222,7 @@ class _Observed:
             self._kept.append(parameter)
 
     def _modules(self) -> list[nn.Module]:
-        """The models of the script, without their wrappers, in the order in which they were made."""
+        """The outermost modules of the script, without wrappers, in the order in which they were made."""
         modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
         modules = [each for each in modules if not isinstance(each, _WRAPPERS) and [*each.parameters()]]
         inner = {id(child) for each in modules for child in each.children()}
@@ -249,12 +249,12 @@ class _Observed:
             raise SystemExit(0)
 
     def close(self) -> None:
-        """Leave what loops over loaders were like."""
+        """Save the records of all loops over loaders."""
         torch.save(self._loops, self._root / self._mode)
 
 
 def _is_of_all(dataset: Any, num_samples: int) -> bool:
-    """Whether so many samples are all of a data set, whose samples are the same each time that they are read."""
+    """Whether a data set has exactly `num_samples` samples, and returns the same ones each time."""
     try:
         with randomness.preserved():
             first, again = ([first_samples(dataset[k]) for k in range(min(num_samples, 8))] for _ in range(2))
@@ -268,18 +268,18 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _drawn(tensor: Tensor) -> Tensor:
-    """[at most _MOST_ELEMENTS] float64 elements of a tensor, the same ones of every tensor of that size."""
+    """At most `_MOST_ELEMENTS` evenly spaced elements of a tensor: a flat float64 tensor on the CPU."""
     with torch.no_grad():
         flat = (tensor.to_dense() if tensor.is_sparse else tensor.detach()).reshape(-1)
         return flat[:: -(-flat.numel() // _MOST_ELEMENTS) or 1].to("cpu", torch.float64, copy=True)
 
 
 def main() -> None:
-    """Become a script that is observed: the directory, "record" or "replay", the script and its arguments."""
+    """Run a script under observation. Command line: the directory, "record" or "replay", the script, its arguments."""
     root, mode, script, *arguments = sys.argv[1:]
     observed = _Observed(Path(root), mode)
     if mode == "record":
-        # The seed that convert writes where there is none: data drawn at random are the same in both scripts.
+        # The seed that convert writes where there is none, so that both scripts draw the same random data.
         randomness.seed_everything(0)
     with Patches() as patches:
         observed.install(patches)

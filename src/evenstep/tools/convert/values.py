@@ -1,4 +1,4 @@
-"""Who is what in a script, as convert asks: which names hold models, optimizers, loaders, batches, writers."""
+"""Which names of a script hold models, optimizers, loaders, batches or writers, as convert needs it."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from evenstep.tools.reading.values import LAYERS, NOTHING, Value, Values, object
 
 
 class Flow(values.Flow):
-    """Follows values through a script, which is one file. A model and what is wrapped around it are one object."""
+    """Follows values through a script of one file. A model, its parts and its wrappers count as one object."""
 
     def __init__(self, script: File) -> None:
         self.script = script
         super().__init__([script], {})
 
     def of(self, node: Node, kind: str | None = None) -> Values:
-        """What an expression may be; a part of a model is the model."""
+        """The values that an expression may have, or those of one kind. A part of a model counts as the model."""
         held = super().of(node)
         found = frozenset(each for each in held if each.kind not in ("part", *values.WRAPPERS)) | objects_among(held)
         return found if kind is None else values.of_kind(found, kind)
 
     def is_a(self, node: Node, kind: str) -> bool:
-        """Whether an expression may be of a kind."""
+        """Whether an expression may have a value of a kind."""
         return bool(self.of(node, kind))
 
     def is_module(self, value: Value) -> bool:
-        """Whether an object is a module of torch's, or of a class of the script that derives from one."""
+        """Whether an object is an `nn.Module`: of torch, or of a class of the script that derives from one."""
         return self.is_module_class(value.definition) or value.made_by.startswith(LAYERS)
 
     def functions(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """The functions of the script that a call may call."""
+        """The functions of the script that a call may run."""
         return [value.site for value in self.of(call.func) if isinstance(value.site, cst.FunctionDef)]
 
     def loaders(self, node: Node) -> Values:
-        """The loaders that an expression is one of, or gives the batches of."""
+        """The loaders that an expression may be, or whose batches it yields."""
         return values.loaders_among(self.of(node))
 
     def name_of(self, held: Values, at: Node, *, among: Values | None = None) -> str | None:
-        """The name, or attribute of `self`, that holds these values and no others at a place.
+        """The name, or attribute of `self`, that holds exactly these values where `at` is; None if there is none.
 
-        The function's own names come first, then its object's: a global may be another one when it is called.
+        Local names come first, then attributes of `self`, then outer names: these may have changed when the function
+        runs.
 
         Args:
-            held: All of one kind.
-            at: The place.
-            among: The values that matter; None: all of the kind.
+            held: The values, all of one kind.
+            at: The node where the name is used.
+            among: Ignore other values of the kind; None: consider all.
         """
         script = self.script
         scopes = [script.function(at)]

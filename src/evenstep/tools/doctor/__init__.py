@@ -1,16 +1,16 @@
-"""What is wrong with a training script: rules, what reading the script finds, what running it confirms.
+"""Finds mistakes in a training script: rules read the script, and a watched run confirms what they found.
 
 In reading order:
 
     rule          a rule, and a finding: one mistake at one place                       pure
-    rules/        every mistake that is known, a file each: its page, `read`, `seen`
-    asking        what rules ask a script that was read, and mends in its own words
-    run/          a run of some steps on some ranks: what they record, and the end of a run that would hang
-    scene, calls  what rules ask a run: samples, lines and steps; calls and who waits   pure
-    verdict       what a run has shown, and why it ended early                          pure
-    comparing     where nothing was found: is it what one process computes?
-    findings      what was read and what was seen, merged                               pure
+    rules/        one file for each known mistake: its page, `read`, `seen`
+    asking        questions of rules about the script's source, and mends with its own names
+    run/          a run of some steps on some ranks: records events, and ends a run that would hang
+    scene, calls  questions of rules about a run: samples, lines, steps; calls, waits   pure
+    verdict       from a run's events to findings, and why the run ended early          pure
+    comparing     a script without findings, compared with one process
+    findings      findings of reading and of the run, merged                            pure
     report        findings as text, JSON and SARIF
     examination   `evenstep doctor`: reads, runs, compares, reports
-    fixes         `--fix`: the mends that are certain, written
+    fixes         `--fix`: applies the mends that are certain
 """

@@ -1,4 +1,4 @@
-"""What rules ask a script that was read."""
+"""Questions that rules ask about a script's source, and mends with the script's own names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from evenstep.tools.reading.tree import (
 )
 from evenstep.tools.reading.values import WRAPPERS, Value
 
-# Rules need no other import for these.
+# Re-exported, so that rules import everything for `read` from here.
 __all__ = [
     "Assignment",
     "Call",
@@ -53,7 +53,7 @@ RANK_IN_ARGUMENTS = re.compile(
 
 
 def walk(node: cst.CSTNode | None) -> Iterator[cst.CSTNode]:
-    """A node and all below it."""
+    """A node and all nodes within it."""
     if node is None:
         return
     pending = [node]
@@ -64,7 +64,7 @@ def walk(node: cst.CSTNode | None) -> Iterator[cst.CSTNode]:
 
 
 def names_in(node: cst.CSTNode | None) -> set[str]:
-    """The dotted names that an expression reads, each with those that it begins with: `a.b` is `a`, too."""
+    """The dotted names in an expression, each with its prefixes: `a.b` gives `a.b` and `a`."""
     names: set[str] = set()
     pending = [] if node is None else [node]
     while pending:
@@ -83,7 +83,7 @@ def names_in(node: cst.CSTNode | None) -> set[str]:
 
 
 def assignments_to(script: Script, name: str, frame: Frame) -> list[Assignment]:
-    """The assignments of a name in its function, else in its class, else at the top level of its file."""
+    """The assignments to a name in its function; else in its class, for `self.x`; else at the top level of the file."""
     of_name = frame.file.assigned.get(name, [])
     inside = [each for each in of_name if each.frame.function is frame.function]
     if inside or frame.function is None:
@@ -102,7 +102,10 @@ def assignments_to(script: Script, name: str, frame: Frame) -> list[Assignment]:
 def origins(
     script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 4
 ) -> Iterator[tuple[cst.CSTNode, Frame]]:
-    """An expression, and those that the names in it were given, also as arguments of the script's own functions."""
+    """An expression, and the expressions that the names in it were assigned, followed through the script.
+
+    Also those that calls pass for its parameters, and those that called functions of the script return.
+    """
     pending = [(node, frame, depth)] if node is not None else []
     seen: set[int] = set()
     while pending:
@@ -131,7 +134,7 @@ def origins(
 
 
 def argument_for(call: Call, function: Function, parameter: str) -> cst.CSTNode | None:
-    """What a call gives to a parameter."""
+    """The argument that a call passes for a parameter; None if it passes none."""
     index = function.parameters.index(parameter)
     if function.cls is not None and "staticmethod" not in function.decorators:
         index -= 1
@@ -141,13 +144,13 @@ def argument_for(call: Call, function: Function, parameter: str) -> cst.CSTNode 
 def behind(
     script: Script, node: cst.CSTNode | None, frame: Frame, pattern: str | re.Pattern[str], depth: int = 4
 ) -> str:
-    """The first text with a pattern, of an expression and of what its names were given; "" if none has it."""
+    """The first text that a pattern matches, of an expression and its `origins`; "" if none matches."""
     texts = (text_of(each) for each, _ in origins(script, node, frame, depth))
     return next((text for text in texts if re.search(pattern, text)), "")
 
 
 def words_of(node: cst.CSTNode) -> str:
-    """The names and texts in a piece of code, without comments and docstrings, which decide nothing."""
+    """The names and strings in a piece of code, joined, without comments and docstrings."""
     words, pending = list[str](), [node]
     while pending:
         each = pending.pop()
@@ -159,7 +162,7 @@ def words_of(node: cst.CSTNode) -> str:
 
 
 def depends_on_ranks(script: Script, node: cst.CSTNode | None, frame: Frame) -> bool:
-    """True if an expression, or what its names were given, or a class that it makes, speaks of ranks."""
+    """Whether an expression, one of its `origins` or a class that it makes names ranks, a world size or shards."""
     for each, where in origins(script, node, frame):
         values = script.values(each, where)
         classes = [one.definition for one in values if one.definition is not None]
@@ -175,7 +178,7 @@ _SHARDERS = ("shard", "scatter", "scatter_object_list", "split_dataset_by_node",
 
 
 def is_of_rank(script: Script, node: cst.CSTNode | None, frame: Frame, *others: str) -> bool:
-    """True if an expression is made of a rank, or of `others`: what its names stand for, or what they were given."""
+    """Whether a rank, or a value of the kinds `others`, goes into an expression or one of its `origins`."""
     return any(
         script.kinds(inner, where) & {"rank", "local rank", *others}
         for each, where in origins(script, node, frame, depth=3)
@@ -185,7 +188,7 @@ def is_of_rank(script: Script, node: cst.CSTNode | None, frame: Frame, *others: 
 
 
 def divides_by_hand(script: Script) -> bool:
-    """True if the script itself divides data among ranks: a slice, a remainder or a range made of the rank."""
+    """Whether the script itself divides data among ranks, by a slice, remainder or range that uses the rank."""
     slices = [(node, frame) for file in script.files for node, frame in file.slices if script.is_reached(frame)]
     for call in script.calls:
         if call.last in _SHARDERS:
@@ -197,23 +200,23 @@ def divides_by_hand(script: Script) -> bool:
 
 
 def is_true(node: cst.CSTNode | None) -> bool:
-    """True of the literal True."""
+    """Whether an argument is the literal True."""
     return text_of(node) == "True"
 
 
 def is_nothing(node: cst.CSTNode | None) -> bool:
-    """True if an argument isn't given, or is None."""
+    """Whether an argument isn't passed, or is None."""
     return node is None or text_of(node) == "None"
 
 
 def on_ranks(script: Script, call: Call) -> bool:
-    """False of what surely runs in a process that only starts ranks."""
+    """Whether a call may run on a rank, and not only in a process that starts the ranks."""
     starts = script.starts_ranks and script.passed
     return not starts or _is_passed(script, call.frame.function, frozenset())
 
 
 def _is_passed(script: Script, function: Function | None, seen: frozenset[Function]) -> bool:
-    """True of a function that is given to whoever starts ranks, and of those that it runs."""
+    """Whether a function, or one that calls it, is passed as an argument, for example to start ranks."""
     if function is None or function in seen:
         return False
     callers = [site.frame.function for site in script.called_from.get(function, [])]
@@ -222,7 +225,7 @@ def _is_passed(script: Script, function: Function | None, seen: frozenset[Functi
 
 
 def on_all_ranks(script: Script, call: Call) -> bool:
-    """True if a call runs on every rank, as far as one can see: no condition around it looks like a rank's."""
+    """Whether a call seems to run on every rank: no condition around it may depend on the rank."""
     if script.perhaps_some_ranks_only(call.frame) or not on_ranks(script, call):
         return False
     for frame in call.frame.outwards():
@@ -234,12 +237,12 @@ def on_all_ranks(script: Script, call: Call) -> bool:
 
 
 def heading(frame: Frame) -> str:
-    """What stands behind `with`."""
+    """The text of the context managers of a `with`; "" for other frames."""
     return ", ".join(text_of(item.item) for item in frame.node.items) if isinstance(frame.node, cst.With) else ""
 
 
 def has_argument_of_rank(script: Script, call: Call) -> bool:
-    """True if an argument speaks of the rank, so that ranks do it differently or say who they are."""
+    """Whether an argument uses the rank, so that ranks call differently or name themselves."""
     if any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in call.node.args):
         return True
     given = [
@@ -260,7 +263,7 @@ def has_argument_of_rank(script: Script, call: Call) -> bool:
 
 
 def in_training_or_evaluation(script: Script, call: Call) -> bool:
-    """True if a call stands in a loop of the training, or in a function that evaluates."""
+    """Whether a call is in a training or evaluation loop, or in a function with a step loop or evaluation loop."""
     around = [loop for loop in script.loops_around(call.frame) if not isinstance(loop.node, cst.CompFor)]
     if any(loop in script.training_loops or loop in script.evaluation_loops for loop in around):
         return True
@@ -271,9 +274,9 @@ def in_training_or_evaluation(script: Script, call: Call) -> bool:
 
 
 def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool], depth: int = 3) -> bool:
-    """True if such a call is among these, or in the script's own functions that they may run.
+    """Whether a wanted call is among `calls`, or in the script's own functions that they may run.
 
-    A method of an object that isn't known may be any of that name.
+    A method of an unknown object may be any method of that name.
     """
     if any(map(is_wanted, calls)):
         return True
@@ -285,27 +288,27 @@ def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool
 
 
 def exclude_each_other(one: Frame, other: Frame) -> bool:
-    """True if two frames stand in branches of which never both run: of one `if`, or of two with the same test."""
+    """Whether two frames never both run: they are in opposite branches of one `if`, or of two with the same test."""
     tests = [dict(map(_plain_test, (each for each in frame.outwards() if each.kind == "if"))) for frame in (one, other)]
     return any(tests[1].get(text, holds) != holds for text, holds in tests[0].items())
 
 
 def _plain_test(frame: Frame) -> tuple[str, bool]:
-    """The text of a test without `not`, and whether that holds."""
+    """The text of a condition without its negation, and whether that text holds in the frame."""
     text = text_of(frame.test)
     plain = re.sub(r"\bis not None\b", "is None", re.sub(r"^not ", "", text))
     return plain, frame.holds ^ (plain != text)
 
 
 def per_step(script: Script, call: Call) -> bool:
-    """True if a call runs in every round of a step loop."""
+    """Whether a call runs in every iteration of a step loop."""
     return any(script.conditions_until(call.frame, loop) == [] for loop in script.step_loops)
 
 
 def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: int, depth: int = 3) -> list[Value]:
-    """The wrappers that an expression surely stands for at a line; none if it may be the model itself.
+    """The wrappers that an expression certainly stands for at a line; [] if it may be the model itself.
 
-    After `model = DDP(model)` the name stands for both, and which it is depends on the line.
+    With `model = DDP(model)` the name stands for both, and the line decides for which.
     """
     values = script.values(node, frame)
     wrapped = [each for each in values if each.kind in WRAPPERS]
@@ -329,7 +332,7 @@ def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: in
 
 
 def has_wrapped(script: Script) -> bool:
-    """True if a wrapper for data parallelism is made somewhere."""
+    """Whether the script makes a data-parallel wrapper."""
     return any("wrapped" in script.kinds_made(call) for call in script.calls if call.name)
 
 
@@ -337,24 +340,24 @@ def has_wrapped(script: Script) -> bool:
 
 
 def training_loaders(script: Script) -> list[Call]:
-    """The calls that make the loaders of the training, evenstep's own left out."""
+    """The calls that make the training loaders, without evenstep's own loaders."""
     made = {*script.makers(script.training_loaders, "loader")}
     return [call for call in script.calls if call in made and not call.name.startswith("evenstep.")]
 
 
 def sampler_of(loader: Call) -> cst.CSTNode | None:
-    """The sampler that a loader is given."""
+    """The sampler or batch sampler that is passed to a loader; None if there is none."""
     given = [loader.argument("sampler", 3), loader.argument("batch_sampler", 4)]
     return next((each for each in given if not is_nothing(each)), None)
 
 
 def samplers(script: Script, loader: Call) -> list[Call]:
-    """The calls that make the distributed samplers that a loader may be given."""
+    """The calls that make the distributed samplers that may be passed to a loader."""
     return script.makers(script.values(sampler_of(loader), loader.frame), "sampler")
 
 
 def streams(script: Script, loader: Call) -> list[str]:
-    """The names of what a loader reads as a stream."""
+    """The names of the streams that a loader reads: classes of the script, or a data set with `streaming=True`."""
     dataset = loader.argument("dataset", 0)
     values = script.values(dataset, loader.frame)
     own = [each.definition.name.value for each in values if each.kind == "stream" and each.definition is not None]
@@ -372,7 +375,7 @@ def streams(script: Script, loader: Call) -> list[str]:
 BARS = re.compile(r"tqdm(?:\.\w+)*\.(?:tqdm|trange|tqdm_notebook)|rich\.progress\.track")
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model", ".save_pretrained")
 _OF_A_RANK = r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|devnull|proc_id|BytesIO"
-_OF_A_RANK += r"|mkd?s?temp\(|TemporaryDirectory\(|TemporaryFile\("  # the system's choice, for each process
+_OF_A_RANK += r"|mkd?s?temp\(|TemporaryDirectory\(|TemporaryFile\("  # names that the system makes up
 
 
 def saves(script: Script) -> list[Call]:
@@ -382,7 +385,7 @@ def saves(script: Script) -> list[Call]:
 
 
 def with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
-    """The calls that say what is saved: instead of `torch.save(*args)` in a helper those of the helper."""
+    """The calls whose arguments are saved: for `torch.save(*args)` in a helper function, the calls of the helper."""
     for save in saves:
         function = save.frame.function
         if function is not None and any(each.star == "*" for each in save.node.args):
@@ -392,9 +395,9 @@ def with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
 
 
 def is_of_a_rank(script: Script, path: cst.CSTNode | None, call: Call) -> bool:
-    """True if a path is another one on each rank, or a file that nobody else has.
+    """Whether a path differs between ranks, or is a file that only this process has.
 
-    Any name or text that the path is made of counts, if "rank", "gpu", "worker" or the like is in it.
+    It counts as such if "rank", "gpu", "worker" or the like is in a name or string that the path is made of.
     """
     return bool(behind(script, path, call.frame, _OF_A_RANK))
 
@@ -437,7 +440,7 @@ BARRIERS = {"barrier", "monitored_barrier", "wait_for_everyone"}
 
 
 def collectives(script: Script) -> list[Call]:
-    """The collective calls of all ranks."""
+    """The collective calls of the script, without those of sub-groups."""
     return [call for call in script.calls if _is_collective(script, call)]
 
 
@@ -448,13 +451,13 @@ def _is_collective(script: Script, call: Call) -> bool:
 
 
 def _has_group(call: Call) -> bool:
-    """True if a call is one of a sub-group, whose ranks are perhaps those that come by."""
+    """Whether a call may be passed a sub-group: perhaps only that group's ranks reach the call."""
     given = call.argument("group", 0 if call.last in BARRIERS else None)
     return not is_nothing(given) or any("group" in text_of(call.positional(index)) for index in range(2, 5))
 
 
 def is_called_elsewhere(script: Script, call: Call, alike: list[Call]) -> bool:
-    """True if the same function has such a call under another condition, or in the other branch of this one."""
+    """Whether one of `alike` is in the same function under another condition, or in the other branch of its `if`."""
     places = {_condition(script, each) for each in alike if each.frame.function is call.frame.function}
     return len(places) > 1
 
@@ -465,7 +468,7 @@ def _condition(script: Script, call: Call) -> tuple[str, bool]:
 
 
 def where(script: Script, call: Call) -> str:
-    """On which ranks a call runs, in words."""
+    """A text that says on which ranks a call runs."""
     frame: Frame | None = script.condition_of(call.frame)
     if frame is None:
         function = call.frame.function
@@ -478,7 +481,7 @@ def where(script: Script, call: Call) -> str:
 
 
 def is_scaling(node: cst.CSTNode | None) -> bool:
-    """True of `scaler.scale(loss)`."""
+    """Whether an expression is a call such as `scaler.scale(loss)`."""
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "scale"
 
 
@@ -491,11 +494,11 @@ _SHARDS = ("FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer",
 
 @functools.cache
 def _expression(text: str) -> cst.BaseExpression:
-    return cst.parse_expression(text)  # kept: what is known of a node is filed under its identity
+    return cst.parse_expression(text)  # cached, because `Flow` stores values by a node's identity
 
 
 def own_name(script: Script, kind: str, at: Call) -> str:
-    """A name that surely stands for such a thing where a call stands, as the script itself has it; "" without one."""
+    """A name of the script that certainly has a value of this kind at a call; "" if there is none."""
     function = at.frame.function
     known = [*(function.parameters if function is not None else ())]
     for name, assignments in at.frame.file.assigned.items():
@@ -506,22 +509,22 @@ def own_name(script: Script, kind: str, at: Call) -> str:
 
 
 def local_rank(script: Script, at: Call) -> str:
-    """The rank within the node, as the script itself would write it there."""
+    """Code for the local rank at a call, with the script's own name if it has one."""
     return own_name(script, "local rank", at) or 'int(os.environ["LOCAL_RANK"])'
 
 
 def distributed(file: File) -> str:
-    """The name that a file has for `torch.distributed`."""
+    """The name of `torch.distributed` in a file."""
     return next((local for local, whole in file.imports.items() if whole == "torch.distributed"), "torch.distributed")
 
 
 def target_of(call: Call) -> str:
-    """The name that the result of a call is given; "" without one."""
+    """The name that the result of a call is assigned to; "" if there is none."""
     return next((dotted(each.target) for each in call.frame.file.assignments if each.value is call.node), "")
 
 
 def on_main(script: Script, at: Call) -> str:
-    """A condition that holds on one rank, as the script itself would write it there; "" if it has no word for it."""
+    """Code for a condition that holds on one rank at a call, with the script's own names; "" if it has none."""
     for kind, condition in (
         ("accelerator", "{}.is_main_process"),
         ("fabric", "{}.is_global_zero"),
@@ -538,8 +541,8 @@ def on_main(script: Script, at: Call) -> str:
 
 
 def statement_of(call: Call) -> list[str]:
-    """The lines of the statement that a call is, alone on them; [] if there is more in them than the call."""
-    text = text_of(call.node)  # in which further lines have another indentation than in the file
+    """The lines of a call that is a whole statement; [] if the lines hold more than the call."""
+    text = text_of(call.node)  # the indentation of its further lines may differ from the file's
     lines = call.frame.file.source.text.split("\n")[call.line - 1 : call.line + text.count("\n")]
     plain, whole = "".join(text.split()), "".join("".join(lines).split())
     rest = whole.removeprefix(plain)
@@ -547,7 +550,10 @@ def statement_of(call: Call) -> list[str]:
 
 
 def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:
-    """(mend, edits): the call behind a condition that holds on one rank. Its arguments must need no other rank."""
+    """(mend, edits) that put a call under a condition that holds on one rank.
+
+    There are edits only if no argument may need another rank.
+    """
     condition, lines = on_main(script, call), statement_of(call)
     mend = f"if {condition or f'{distributed(call.frame.file)}.get_rank() == 0'}:\n    {text_of(call.node)}"
     inner = [each for argument in call.arguments for each in walk(argument) if isinstance(each, cst.Call)]
@@ -560,12 +566,12 @@ def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:
 
 
 def last_of(call: cst.Call) -> str:
-    """The name behind the last dot of what is called."""
+    """The last part of the called name."""
     return str(call.func.attr.value) if isinstance(call.func, cst.Attribute) else dotted(call.func)
 
 
 def by_library(script: Script, at: Call, *, accelerate: str = "", fabric: str = "") -> str:
-    """The mend for the library that a script uses, with its own name for it; "" for torch's own classes."""
+    """The mend for the library that the script uses, with the script's name for it; "" for torch's own classes."""
     text = accelerate if script.uses_accelerate else fabric if script.uses_fabric else ""
     kind = "accelerator" if script.uses_accelerate else "fabric"
     return re.sub(rf"\b{kind}\b", own_name(script, kind, at) or kind, text)

@@ -1,4 +1,4 @@
-"""What rules ask about the calls of a run: those that only some ranks have made, and who waits for whom. Pure."""
+"""Questions of rules about the calls of a run: those that only some ranks made, and which ranks wait. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from evenstep.tools.doctor.run.events import Event
 from evenstep.tools.doctor.run.hangs import calls_of, first_apart
 from evenstep.tools.doctor.scene import Scene, by_place
 
-# Rules need no other import for these.
+# Re-exported for rules.
 __all__ = ["calls_of", "first_apart"]
 
 ENDED = "The run ended, but ranks made different calls: a rank may get data that are meant for another call."
-# What torch's wrapper calls by itself.
+# Calls that torch's wrapper makes by itself.
 _IMPLICIT = ("gradients of the model", "forward of the model", "DistributedDataParallel", "init_process_group")
 
 
 def how_it_hangs(scene: Scene) -> str:
-    """Who waits where for whom, in words; "" if nobody does."""
+    """A text that says which ranks wait where, and where the missing ranks are; "" if the run doesn't hang."""
     hang = scene.evidence.hang
     if hang is None:
         return ""
@@ -28,7 +28,7 @@ def how_it_hangs(scene: Scene) -> str:
 
 
 def told_call(scene: Scene, call: Event) -> str:
-    """A call and its place, in words."""
+    """A text that names a call and its place."""
     return f"{call['op']} at {scene.told(call.place)}"
 
 
@@ -41,12 +41,12 @@ def _doing(scene: Scene, event: Event) -> str:
 
 
 def is_apart(scene: Scene) -> bool:
-    """Whether ranks have called other things: in another order, or some more often than others can make good."""
+    """Whether ranks differ in their calls: the run hangs, the order differs, or the numbers at the end do."""
     return scene.evidence.hang is not None or first_apart(scene.evidence.ranks) is not None or ended_apart(scene)
 
 
 def ended_apart(scene: Scene) -> bool:
-    """Whether all ranks came to the end of the script, with different numbers of calls."""
+    """Whether all ranks reached the end of the script, with different numbers of calls."""
     ended = all(any(each.kind == "end" and each["status"] == "0" for each in events) for events in scene.evidence.ranks)
     left = any(each.kind == "left" for events in scene.evidence.ranks for each in events)
     counts = {len(calls_of(events)) for events in scene.evidence.ranks}
@@ -54,12 +54,12 @@ def ended_apart(scene: Scene) -> bool:
 
 
 def on_some(scene: Scene, ranks: list[list[Event]], what: str) -> list[tuple[Event, str, str]]:
-    """(the first of them, what was seen, its cost) at each place where only some ranks have been, and others went on.
+    """(first event, evidence, cost) for each line that only some ranks reached, while the others went on.
 
     Args:
         scene: The run.
-        ranks: By rank, the events that are asked about.
-        what: They did there, as "called the wrapped model"; "{op}" stands for the call's name.
+        ranks: By rank, the events to compare.
+        what: What the ranks did there, such as "called the wrapped model"; "{op}" stands for the call's name.
     """
     hangs, found = how_it_hangs(scene), []
     places = [by_place(events) for events in ranks]
@@ -74,7 +74,7 @@ def on_some(scene: Scene, ranks: list[list[Event]], what: str) -> list[tuple[Eve
 
 
 def calls_on_some(scene: Scene) -> list[tuple[Event, str, str]]:
-    """The collectives that only some ranks have called, as `on_some`; [] after an error, for whose rank others wait."""
+    """The collectives that only some ranks called, as `on_some`; [] after an error: others wait for that rank."""
     if scene.error is not None or not is_apart(scene):
         return []
     calls = [[call for call in calls_of(events) if call["op"] not in _IMPLICIT] for events in scene.evidence.ranks]
@@ -82,12 +82,12 @@ def calls_on_some(scene: Scene) -> list[tuple[Event, str, str]]:
 
 
 def is_guarded(scene: Scene, call: Event) -> bool:
-    """Whether a condition around a call looks like a rank's. Without a reading it does: data decide more rarely."""
+    """Whether a condition around a call may depend on the rank. True if that isn't known: data decide more rarely."""
     return scene.facts.guarded is None or call.place in scene.facts.guarded
 
 
 def models_on_some(scene: Scene) -> list[tuple[Event, str, str]]:
-    """Forward passes of some ranks that have sent something: gradients later, or buffers at once."""
+    """Forward passes that only some ranks made and that communicate: gradients later, or buffers at once."""
     sent = {each.place for each in scene.evidence.all("enter") if each["op"] == "forward of the model"}
     forwards = [[each for each in events if each["wrapped"]] for events in scene.evidence.of("forward")]
     seen = [] if scene.error is not None else on_some(scene, forwards, "called the wrapped model")
@@ -95,7 +95,7 @@ def models_on_some(scene: Scene) -> list[tuple[Event, str, str]]:
 
 
 def _went_on(scene: Scene, rank: int, there: int, event: Event) -> bool:
-    """Whether a rank has come past the moment of another rank's event, as far as loops and passes tell."""
+    """Whether a rank went on past the moment of another rank's event, judged by its loops and forward passes."""
     events = scene.evidence.ranks[rank]
     if any(each.kind == "end" and each["status"] == "0" for each in events):
         return True

@@ -1,7 +1,7 @@
-"""Where reading and the watched run find nothing: is it what one process would compute? `verify` compares, this judges.
+"""Compares a script without findings with one process, by `verify`, and judges the difference.
 
 A difference is a finding only if work is lost or repeated: samples, weights, gradients that aren't averaged, replicas
-that drift apart. Whatever else differs is as it should be under torch's DDP, and is said as a note.
+that drift apart. Any other difference is right under torch's DDP, and becomes a note.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.verify.ranks import verify_ranks
 
 _NUM_STEPS = 5
-_MOST_RUNS = 4  # on one rank and on all, in float32 and float64
+_MOST_RUNS = 4  # on one rank and on all, each in float32 and float64
 _AS_DDP = "right as torch's DDP is; not one process's answer, because"
 
 
 def compare(
     script: str, arguments: Sequence[str], *, num_ranks: int, took_s: float, say: Callable[[str], None]
 ) -> tuple[list[Finding], str, bool]:
-    """Compare a script with itself on one rank.
+    """Compare a script on several ranks with itself on one rank.
 
     Args:
-        script: As the user named it.
-        arguments: Its own.
-        num_ranks: How many are compared.
-        took_s: How long the watched run has taken.
-        say: Told beforehand how long it will take.
+        script: The path, as the user wrote it.
+        arguments: The command-line arguments of the script.
+        num_ranks: The number of ranks of the second run.
+        took_s: The time that the watched run took, to estimate the time of the comparison.
+        say: Called with each line of progress; the first says how long the comparison takes.
 
     Returns:
-        (findings, a note on the result, whether there is one).
+        (findings, a note on the result, whether the comparison succeeded).
     """
     about_s = max(1.0, _MOST_RUNS * took_s)
     say(f"{script} is compared with one process: about {about_s:.0f} s (--no-verify leaves it out)")
@@ -68,5 +68,5 @@ def compare(
 
 
 def _named(path: str, script: str) -> str:
-    """A file as the user would name it."""
+    """The path of a file as the user would write it."""
     return script if not path or os.path.abspath(script) == os.path.abspath(path) else os.path.relpath(path)

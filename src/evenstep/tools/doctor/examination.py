@@ -1,4 +1,4 @@
-"""`evenstep doctor`: a script is read, then run for some steps, then compared; what all show becomes one report."""
+"""`evenstep doctor`: reads a script, runs it for some steps, compares it with one process, and reports."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def examine(
 
     Args:
         script: A python file or a notebook. A notebook is read and never run.
-        arguments: The script's own.
-        runs: False: only read it.
-        compares: Compare it with one process, as `evenstep verify` does, where nothing was found.
-        num_ranks: Ranks of the run.
-        num_steps: Optimizer steps of the run.
-        select: Rules to look for: ids, beginnings of ids, or groups; empty: all.
-        ignore: Rules to leave out, in the same way.
-        say: Called with a line before something takes long.
+        arguments: The command-line arguments of the script.
+        runs: Whether to run the script; False: only read it.
+        compares: Whether to compare the script with one process, as `evenstep verify` does, if nothing was found.
+        num_ranks: The number of ranks of the run.
+        num_steps: The number of optimizer steps that are watched.
+        select: The rules to apply, as ids, beginnings of ids, or groups; empty: all.
+        ignore: The rules to leave out, in the same form.
+        say: Called with each line of progress.
 
     Raises:
         ConfigurationError: There is no such script, it isn't python, a rule is unknown, or LibCST is missing.
@@ -85,10 +85,10 @@ def examine(
 
 
 def read(path: Path) -> Reading:
-    """What reading a script finds.
+    """Read a script and apply the rules to its source.
 
     Raises:
-        ConfigurationError: It can't be read, isn't python, or LibCST is missing.
+        ConfigurationError: The script can't be read, isn't python, or LibCST is missing.
     """
     rules = all_rules()
     from evenstep.tools.reading.contexts import Script
@@ -99,13 +99,13 @@ def read(path: Path) -> Reading:
         script = Script(path)
         unreached = {(str(file.source.path), *file.source.place(line)) for file, line in script.unreached_lines}
         for rule in rules.values():
-            # What is said of training on several ranks is said of scripts that do; of devices, if there may be any.
+            # Most rules are for scripts that train on several ranks, and rules of devices for scripts that use GPUs.
             fits = script.is_distributed or rule.group == "starting"
             if rule.read is None or not fits or (rule.group == "devices" and not script.uses_gpus):
                 continue
             for each in rule.read(script):
                 if (each.path, each.line, each.cell) not in unreached:
-                    # One finding of a rule at a line, whichever way it was found.
+                    # At most one finding of a rule at a line.
                     found.setdefault((rule.id, each.path, each.line, each.cell), replace(each, rule=rule.id))
         looked, facts = script.looked, script.facts
     ignored = {}
@@ -117,16 +117,16 @@ def read(path: Path) -> Reading:
 
 
 def is_ignored(finding: Finding, ignored: Mapping[tuple[str, int | None, int], frozenset[str]]) -> bool:
-    """Whether a comment in its line switches its rule off."""
+    """Whether a comment on the finding's line switches its rule off."""
     rules = ignored.get((finding.path, finding.cell, finding.line))
     return rules is not None and (not rules or finding.rule in rules)
 
 
 def chosen_rules(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
-    """The ids of the rules that are looked for.
+    """The ids of the rules to apply.
 
     Raises:
-        ConfigurationError: A name fits no rule.
+        ConfigurationError: A name matches no rule.
     """
     chosen = _matching("--select", select) if select else set(all_rules())
     return chosen - _matching("--ignore", ignore)

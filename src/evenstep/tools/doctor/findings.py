@@ -1,4 +1,4 @@
-"""What reading a script has found, what a run has shown, and how both become one list. Pure."""
+"""The results of reading a script and of watching a run, and their merge into one list of findings. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from evenstep.tools.reading.looked import Facts, Looked
 
 @dataclass(frozen=True)
 class Reading:
-    """What reading a script has found.
+    """The result of reading a script.
 
     Attributes:
-        findings: Sorted by place.
-        notes: Sentences about files that weren't read.
-        ignored: By (path, cell, line), the rules that a comment switches off; empty: all.
-        looked: What was looked at.
-        facts: What its run is judged by.
+        findings: The findings, sorted by place.
+        notes: Sentences on files that weren't read.
+        ignored: By (path, cell, line), the rules that a comment switches off; an empty set stands for all.
+        looked: What doctor examined in the script.
+        facts: Facts of the source by which the run is judged.
     """
 
     findings: Sequence[Finding]
@@ -30,12 +30,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Watched:
-    """What a run under watch has shown.
+    """The result of a watched run.
 
     Attributes:
-        findings: Each `confirmed`, at the line where a person would mend it.
-        refuted: What reading may have found and the run didn't.
-        notes: One sentence each, for the person: why a run ended early, what it couldn't look at.
+        findings: The findings, all `confirmed`, at the line where the user would mend them.
+        refuted: The rules whose findings of reading the run has refuted.
+        notes: Sentences for the user: why the run ended early, what it couldn't examine.
         num_steps: Optimizer steps that all ranks made; 0 if the script doesn't run; None if it wasn't run.
         failed: Whether the script itself failed before its first step.
     """
@@ -48,10 +48,10 @@ class Watched:
 
 
 def merge(read: Iterable[Finding], watched: Watched) -> list[Finding]:
-    """Confirm, drop and complete what was read by what a run has shown; sorted by place.
+    """Merge findings of reading with those of a run: confirm, drop or add findings. Sorted by place.
 
-    A seen finding confirms the read one of its rule on the same line, else the only one of its rule in the same file.
-    Any other seen finding is added.
+    A finding of the run confirms that of the same rule on the same line, or else the only one of that rule in the same
+    file. Any other finding of the run is added.
     """
     refuted = {each.rule for each in watched.refuted}
     found = [each for each in read if each.rule not in refuted]
@@ -66,7 +66,7 @@ def merge(read: Iterable[Finding], watched: Watched) -> list[Finding]:
 
 
 def order(finding: Finding) -> tuple[str, int, int, int, str]:
-    """By place, then by rule."""
+    """A key that sorts findings by place, then by rule."""
     return finding.path, finding.cell or 0, finding.line, finding.column, finding.rule
 
 

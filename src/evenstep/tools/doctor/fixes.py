@@ -1,4 +1,4 @@
-"""`evenstep doctor --fix`: writes the mends that are certain, shows what it changed, leaves everything else alone."""
+"""`evenstep doctor --fix`: applies the mends that are certain, and shows the changes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _MOST_ROUNDS = 5  # one mend may uncover another: a sampler, then its `set_epoch
 
 
 def fix(script: str, wanted: Collection[str]) -> str:
-    """Mend a script and its own modules where that is certain.
+    """Apply the certain mends to a script and its own modules.
 
-    A mend after which a file isn't python is left out. A file is replaced as a whole, in its own encoding.
+    A mend that would make a file invalid python is left out. Files are replaced atomically, in their own encoding.
 
     Args:
-        script: A python file; of a notebook nothing is changed.
-        wanted: The ids of the rules that may be mended.
+        script: The path of a python file. A notebook isn't changed.
+        wanted: The ids of the rules whose mends are applied.
 
     Returns:
-        What was changed, as a unified diff; "" if nothing was.
+        The changes as a unified diff; "" if there are none.
 
     Raises:
-        ConfigurationError: It can't be read.
-        OSError: It can't be written.
+        ConfigurationError: The script can't be read.
+        OSError: A file can't be written.
     """
     before: dict[Path, list[str]] = {}
     for _ in range(_MOST_ROUNDS):
@@ -46,7 +46,7 @@ def fix(script: str, wanted: Collection[str]) -> str:
 
 
 def _lines(path: Path) -> tuple[list[str], str, str]:
-    """(lines, their end, encoding) of a file."""
+    """(lines, line end, encoding) of a file."""
     data = read_script(path)
     encoding = encoding_of(data, path)
     text = data.decode(encoding)
@@ -55,7 +55,7 @@ def _lines(path: Path) -> tuple[list[str], str, str]:
 
 
 def _rewrite(path: Path, findings: Sequence[Finding], before: dict[Path, list[str]]) -> bool:
-    """Mend a file; whether that has changed it."""
+    """Apply edits to a file. Returns whether the file has changed."""
     lines, end, encoding = _lines(path)
     before.setdefault(path, lines)
     chosen: list[Edit] = []
@@ -71,7 +71,7 @@ def _rewrite(path: Path, findings: Sequence[Finding], before: dict[Path, list[st
 
 
 def _edited(lines: Sequence[str], edits: Sequence[Edit]) -> list[str]:
-    """Lines with edits, from the last to the first, so that the numbers of those to come still hold."""
+    """Lines after edits. The last edit is applied first, so that the line numbers of the others stay valid."""
     edited = list(lines)
     for edit in sorted(edits, key=lambda each: each.first, reverse=True):
         edited[edit.first - 1 : max(edit.last, edit.first - 1)] = edit.text.split("\n") if edit.text else []
@@ -81,7 +81,7 @@ def _edited(lines: Sequence[str], edits: Sequence[Edit]) -> list[str]:
 def _is_python(lines: Sequence[str], path: Path) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the script: invalid escapes, `is` with a literal
+            warnings.simplefilter("ignore")  # about the script: invalid escapes, `is` with a literal
             compile("\n".join(lines), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Findings for people (a terminal or plain text) and for programs (JSON, SARIF 2.1.0)."""
+"""Findings for users (a terminal or plain text) and for programs (JSON, SARIF 2.1.0)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity
 
 @dataclass(frozen=True)
 class Report:
-    """What `evenstep doctor` found.
+    """The report of `evenstep doctor`.
 
     Attributes:
-        script: As the user named it.
-        findings: Sorted by place.
-        notes: Sentences about what couldn't be looked at.
-        num_steps: Steps that were watched; None if the script was only read.
-        looked: What was looked at.
-        compared: What comparing it with one process has shown; None if it wasn't compared.
+        script: The path, as the user wrote it.
+        findings: The findings, sorted by place.
+        notes: Sentences on what couldn't be examined.
+        num_steps: The number of steps watched; None if the script was only read.
+        looked: What doctor examined in the script.
+        compared: The result of the comparison with one process; None if there was no comparison.
         failed: Whether the script itself failed before its first step.
     """
 
@@ -47,16 +47,16 @@ class Report:
 
     @property
     def is_fine(self) -> bool:
-        """True if the script ran, and there is no finding but notes."""
+        """Whether there is no finding but notes, and the script didn't fail before its first step."""
         return not self._real() and not self.failed
 
     @property
     def status(self) -> int:
-        """For the command line: 1 with findings, else that of a script that fails, else 0."""
+        """The exit status of the command: 1 with findings, else that for a script that failed, else 0."""
         return 1 if self._real() else EXIT_SCRIPT_FAILED if self.failed else 0
 
     def show(self, console: Console) -> None:
-        """Print findings, each with its evidence, its cost and how to mend it."""
+        """Print the findings, each with its evidence, cost and mend, then the notes and the summary."""
         for finding in self.findings:
             _show_finding(console, finding)
         for note in [*self.notes, *([] if self.compared is None else [self.compared])]:
@@ -64,7 +64,7 @@ class Report:
         console.print(Text(self.summary()))
 
     def summary(self) -> str:
-        """The last line."""
+        """The last line of the report."""
         ran = "" if self.num_steps is None else f", and run for {counted(self.num_steps, 'step')}"
         looked = f"read{ran}{'' if self.compared is None else ', and compared'}: {self.looked}"
         if not self.findings and not self.num_steps and not self.looked.is_distributed:
@@ -84,12 +84,12 @@ class Report:
         return f"{self.script}: {failed}{', '.join(parts)} ({looked})."
 
     def _real(self) -> list[Finding]:
-        """The findings but notes."""
+        """The findings that aren't notes."""
         rules = all_rules()
         return [each for each in self.findings if rules[each.rule].severity is not Severity.NOTE]
 
     def as_json(self) -> str:
-        """The report for programs."""
+        """The report as JSON."""
         found = [
             {
                 "rule": rule.id,
@@ -125,7 +125,7 @@ class Report:
         return json.dumps(result, indent=2)
 
     def as_sarif(self, version: str) -> str:
-        """The report for code review tools, in the Static Analysis Results Interchange Format 2.1.0 of OASIS.
+        """The report for code review tools, in OASIS's Static Analysis Results Interchange Format (SARIF) 2.1.0.
 
         Args:
             version: evenstep's version.
@@ -147,7 +147,7 @@ class Report:
 
 
 def explained(rule: Rule) -> str:
-    """A rule's page, for `--explain`."""
+    """The page of a rule, for `--explain`."""
     return f"{rule.id} {rule.name}\n\n{rule.text}\nFound by {rule.found_by}.\n"
 
 
@@ -206,7 +206,7 @@ def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
 
 
 def _uri(path: Path) -> str:
-    """Relative to the working directory, as code review tools want it, where the file lies below it."""
+    """The URI of a file: relative to the working directory, as code review tools expect, if the file is below it."""
     path = path.absolute()
     here = Path.cwd()
     return quote(path.relative_to(here).as_posix()) if path.is_relative_to(here) else path.as_uri()

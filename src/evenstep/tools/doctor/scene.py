@@ -1,4 +1,4 @@
-"""What rules ask a run: names of files, loops over loaders put together of their events, samples of two ranks. Pure."""
+"""Questions of rules about a run: names of files, loops over loaders, samples of two ranks. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from evenstep.tools.doctor.run.events import Event, Evidence, Place
 from evenstep.tools.doctor.run.hangs import open_or_last_call
 from evenstep.tools.reading.looked import Facts
 
-# Rules need no other import for these.
+# Re-exported for rules.
 __all__ = ["Event", "Evidence", "Place", "Refuted", "Seen"]
 
 MIB = 1 << 20
-_SAME = 0.5  # of the samples of two ranks, from which on they read the same data
-_APART = 0.05  # and up to which they don't
-_FEWEST = 4  # samples that say something
-_OF_ALL = ("looks", "is_whole", "is_plain")  # facts that ranks share which go over all of one data set
+_SAME = 0.5  # two ranks with at least this fraction of equal samples read the same data
+_APART = 0.05  # with at most this fraction, they don't
+_FEWEST = 4  # fewer samples prove nothing
+_OF_ALL = ("looks", "is_whole", "is_plain")  # equal facts of ranks that each go over all of one data set
 _STREAMS = {"torch": "torch's generator", "random": "python's random", "numpy": "numpy.random"}
 _IS_OF_A_PEER = re.compile("connection (closed|reset|refused)|closed by peer|broken pipe|gloo/transport", re.IGNORECASE)
 
@@ -32,9 +32,9 @@ class Loop:
 
     Attributes:
         begin: The event "iterate".
-        rows: By batch, digests of its samples.
-        num_steps: Optimizer steps that were made in it.
-        num_evaluated: Forward passes without gradients.
+        rows: By batch, the digests of its samples.
+        num_steps: The optimizer steps during the loop.
+        num_evaluated: The forward passes without gradients during the loop.
         end: The event "iterated"; None if the run ended before.
     """
 
@@ -46,7 +46,7 @@ class Loop:
 
     @property
     def samples(self) -> list[str]:
-        """Digests of all samples, in order."""
+        """The digests of all samples, in order."""
         return [row for rows in self.rows for row in rows]
 
     @property
@@ -57,14 +57,14 @@ class Loop:
 
 @dataclass
 class Scene:
-    """The evidence of a run, and what judges ask of it.
+    """The evidence of a run, with the questions that rules ask.
 
     Attributes:
-        evidence: What the ranks have written.
-        script: As the user named it.
-        directory: The current one, absolute.
-        facts: What reading knows of the script.
-        loops: By rank, its loops over loaders in the steps that are looked at.
+        evidence: The events of all ranks.
+        script: The path, as the user wrote it.
+        directory: The absolute path of the current directory.
+        facts: Facts of the script's source.
+        loops: By rank, its loops over loaders during the watched steps.
     """
 
     evidence: Evidence
@@ -78,17 +78,17 @@ class Scene:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """The number of ranks of the run."""
         return len(self.evidence.ranks)
 
     @property
     def wrapper(self) -> str:
-        """Whose wrapper averages gradients: "torch", "evenstep" or ""."""
+        """The library whose wrapper averages gradients: "torch", "evenstep" or ""."""
         return next((str(each["wrapper"]) for each in self.evidence.all("wrapped")), "")
 
     @property
     def error(self) -> Event | None:
-        """The first error of a rank that isn't the end of a connection to a rank that has left."""
+        """The first error of a rank, other than a lost connection to a rank that has left; None if there is none."""
         raised = [
             each
             for each in self.evidence.all("raised")
@@ -97,34 +97,34 @@ class Scene:
         return min(raised, key=lambda each: each.time_s) if raised else None
 
     def finding(self, place: Place, evidence: str, cost: str = "", mend: str = "") -> Finding:
-        """One that the run has shown."""
+        """Make a confirmed finding at a place."""
         path, line = place
         return Finding(self.name_of(path), max(1, line), 1, evidence, cost=cost, mend=mend, confirmed=True)
 
     def name_of(self, path: str) -> str:
-        """A file as the user would name it."""
+        """The path of a file as the user would write it."""
         absolute = os.path.join(self.directory, self.script)
         if not path or os.path.normpath(absolute) == os.path.normpath(path):
             return self.script
         return os.path.relpath(path, self.directory)
 
     def told(self, place: Place) -> str:
-        """A place in words."""
+        """A text that names a place."""
         return f"{self.name_of(place[0])}:{place[1]}" if place[0] else "a library"
 
     def training_loops(self) -> list[list[Loop]]:
-        """By rank, the loops in which steps were made."""
+        """By rank, the loops with optimizer steps."""
         return [[loop for loop in loops if loop.num_steps] for loops in self.loops]
 
 
 def made_at(loop: Loop) -> Place:
-    """Where the loader was made; where it is iterated if that is unknown."""
+    """The place where the loop's loader was made; if unknown, where the loop begins."""
     made = loop.begin["made"]
     return (str(made[0][0]), int(made[0][1])) if made else loop.begin.place
 
 
 def pairs(loops: Sequence[Sequence[Loop]]) -> Iterable[tuple[int, Loop, Loop]]:
-    """(rank, rank 0's loop, that rank's) for each loop that both have."""
+    """(rank, rank 0's loop, that rank's loop) for each loop that both have."""
     first = {loop.key: loop for loop in loops[0]} if loops else {}
     for rank, others in enumerate(loops[1:], 1):
         for other in others:
@@ -133,7 +133,7 @@ def pairs(loops: Sequence[Sequence[Loop]]) -> Iterable[tuple[int, Loop, Loop]]:
 
 
 def by_place(events: Iterable[Event]) -> dict[Place, list[Event]]:
-    """Events by where they happened, those of libraries left out."""
+    """Events by place, without those that no line of the script led to."""
     found: dict[Place, list[Event]] = {}
     for event in events:
         if event.places:
@@ -156,13 +156,13 @@ def usual(numbers: Iterable[int]) -> int:
 
 
 def share_of_equal(ours: Sequence[str], theirs: Sequence[str], *, in_any_order: bool) -> float:
-    """Which share of the samples that two ranks have read is the same, 0 to 1; 0 where repeats say nothing.
+    """The fraction of samples that are equal on two ranks, from 0 to 1.
 
     Args:
-        ours: Digests, in order.
-        theirs: And of the other rank.
-        in_any_order: Both may have shuffled all of the data; else it is only the same where the order is, too, since
-            data may have repeats.
+        ours: The digests of one rank's samples, in order.
+        theirs: The digests of the other rank's samples, in order.
+        in_any_order: Whether equal samples count at different positions, too, because ranks may shuffle. With many
+            repeated samples, only equal positions count.
     """
     count = min(len(ours), len(theirs))
     if not count:
@@ -181,7 +181,7 @@ def _loops_of(events: Sequence[Event]) -> list[Loop]:
             break
         key = event["loader"], event["iteration"]
         if event.kind == "iterate":
-            # One look at a batch, `next(iter(loader))`, never ends by itself: the next loop over the loader ends it.
+            # `next(iter(loader))` never reaches the loader's end, so the next loop over the loader ends this one.
             for earlier in [each for each in opened if each[0] == key[0]]:
                 rows, (steps, evaluated) = opened.pop(earlier)
                 loops[earlier] = Loop(loops[earlier].begin, rows, steps, evaluated)
@@ -207,19 +207,19 @@ def _loops_of(events: Sequence[Event]) -> list[Loop]:
 
 
 def is_enough(count: int) -> bool:
-    """Whether so many samples say something."""
+    """Whether a number of samples suffices for a conclusion."""
     return count >= _FEWEST
 
 
 def same_samples(scene: Scene, *, of_streams: bool) -> Seen:
-    """Loops of the training in which ranks read what others read, too; of streams, or of data sets with a length."""
+    """Findings on training loops in which ranks read the same samples, of streams or of other data sets."""
     loops, shares, told = scene.training_loops(), [0.0], set()
     work = f"{scene.world_size} ranks do the work of one: each sample is read {scene.world_size} times"
     for rank, mine, other in pairs(loops):
         begin, count = mine.begin, min(len(mine.samples), len(other.samples))
         goes_over_all = bool(begin["is_whole"] and begin["is_plain"])
         share = share_of_equal(mine.samples, other.samples, in_any_order=goes_over_all)
-        shares += [share, 1.0 if goes_over_all else 0.0]  # which may be shards, or samples drawn without a seed
+        shares += [share, 1.0 if goes_over_all else 0.0]  # ranks may hold shards, or draw without a seed
         if begin["loader"] in told or begin["loader"] is None:
             continue
         if share >= _SAME and is_enough(count):
@@ -244,7 +244,7 @@ def same_samples(scene: Scene, *, of_streams: bool) -> Seen:
 
 
 def _same_inputs(scene: Scene) -> Seen:
-    """Without a loader: what went into the model."""
+    """A finding on equal inputs of the models, for a script without a loader."""
     ranks = [[each for each in events if each["rows"]] for events in scene.evidence.of("forward")]
     for rank, others in enumerate(ranks[1:], 1):
         passes = list(zip(ranks[0], others, strict=False))
@@ -256,7 +256,7 @@ def _same_inputs(scene: Scene) -> Seen:
 
 
 def same_draws(scene: Scene, *, of_workers: bool) -> list[tuple[Place, str]]:
-    """Loaders whose workers, or ranks, drew from the same state of a random stream while samples were loaded."""
+    """(place of a loader, evidence) where workers, or ranks, loaded samples with the same random state."""
     fetches, found = scene.evidence.of("fetch"), dict[Place, str]()
     pairs_of: list[tuple[str, Event, Event]] = []
     if of_workers:
@@ -267,7 +267,7 @@ def same_draws(scene: Scene, *, of_workers: bool) -> list[tuple[Place, str]]:
     else:
         ours = {_turn(scene, 0, each): each for each in reversed(fetches[0] if fetches else [])}
         for rank, events in enumerate(fetches[1:], 1):
-            theirs = {_turn(scene, rank, each): each for each in reversed(events)}  # the first epoch's
+            theirs = {_turn(scene, rank, each): each for each in reversed(events)}  # keeps those of the first epoch
             pairs_of += [(f"ranks 0 and {rank}", ours[turn], theirs[turn]) for turn in ours if turn in theirs]
     for who, mine, other in pairs_of:
         same = [name for name, state in mine["streams"].items() if other["streams"].get(name) == state]
@@ -280,7 +280,7 @@ def same_draws(scene: Scene, *, of_workers: bool) -> list[tuple[Place, str]]:
 
 
 def _turn(scene: Scene, rank: int, fetch: Event) -> tuple[int, int, int]:
-    """Which of the fetches it is: the same key on all ranks."""
+    """(loader, worker, number) of a fetch, the same on all ranks for the same fetch."""
     loop = next((each for each in scene.loops[rank] if each.begin["dataset"] == fetch["dataset"]), None)
     return -1 if loop is None else loop.begin["loader"], fetch["worker"], fetch["number"]
 
@@ -289,7 +289,7 @@ def _turn(scene: Scene, rank: int, fetch: Event) -> tuple[int, int, int]:
 
 
 def different_lengths(scene: Scene) -> list[tuple[Place, str]]:
-    """Loaders of the training with different numbers of batches on two ranks, in words."""
+    """(place, evidence) of training loaders with different numbers of batches on two ranks."""
     found: dict[Place, str] = {}
     trained = {loop.begin["loader"] for loops in scene.training_loops() for loop in loops}
     for rank, mine, other in pairs(scene.loops) if not scene.evidence.all("join") else ():
@@ -309,7 +309,7 @@ def different_lengths(scene: Scene) -> list[tuple[Place, str]]:
 
 
 def _shorter(scene: Scene, one: tuple[int, Loop], other: tuple[int, Loop]) -> str:
-    """A loop that has ended on one rank, while the other makes a step that needs both; in words, or ""."""
+    """A text if a loop has ended on one rank while the other waits in a step that needs both; else ""."""
     (who, short), (still, long) = one, other
     if _ended(short) is not None and long.end is None and len(long.rows) > len(short.rows):
         call = open_or_last_call(scene.evidence.ranks[still])
@@ -319,7 +319,7 @@ def _shorter(scene: Scene, one: tuple[int, Loop], other: tuple[int, Loop]) -> st
 
 
 def _ended(loop: Loop) -> int | None:
-    """Batches of a loop that has ended by itself."""
+    """The number of batches of a loop that ended by itself; None for another."""
     return None if loop.end is None or loop.end["cut"] else int(loop.end["num_batches"])
 
 
@@ -327,13 +327,14 @@ def _ended(loop: Loop) -> int | None:
 
 
 def passes_of_steps(scene: Scene) -> Iterator[tuple[Place, list[Event], int, int, int]]:
-    """The backward passes of each line, of steps that were made by torch's wrapper.
+    """The backward passes of each line, in steps of a model in torch's wrapper.
 
     Yields:
-        (line, its passes on rank 0, how many a step has, how many of them exchange gradients, how many all lines have).
+        (line, its passes on rank 0, number of its passes per step, number of those that exchange gradients, number of
+        passes of all lines per step).
     """
     if not scene.evidence.ranks or scene.wrapper == "evenstep":
-        return  # whose backward passes know of each other
+        return  # evenstep's wrapper handles several passes itself
     done = {each.step for each in scene.evidence.of("stepped")[0]}
     followed = [each for each in scene.evidence.of("backward")[0] if each.step in done and each["wrapped"]]
     in_all = usual(len(each) for each in by_step(followed).values())
@@ -344,9 +345,9 @@ def passes_of_steps(scene: Scene) -> Iterator[tuple[Place, list[Event], int, int
 
 
 def replicas_differ(scene: Scene) -> str:
-    """Parameters that are trained, and not the same on two ranks, in words; "" if there are none, or none may be.
+    """A text that counts the trained parameters that differ between two ranks; "" if none differ, or that is allowed.
 
-    Ranks that form groups, or send from rank to rank, may hold parts of a model; evenstep's wrapper looks by itself.
+    Ranks that form groups, or send from rank to rank, may hold parts of a model. evenstep's wrapper checks by itself.
     """
     if scene.wrapper == "evenstep" or scene.evidence.all("apart"):
         return ""
@@ -368,7 +369,7 @@ def replicas_differ(scene: Scene) -> str:
 
 
 def same_paths(scene: Scene, kind: str) -> dict[str, list[Place]]:
-    """By file that several ranks have written, where each of them did."""
+    """By path of a file that several ranks wrote, the place of each rank's first write."""
     found: dict[str, dict[int, Place]] = {}
     for rank, events in enumerate(scene.evidence.of(kind, hurried=True)):
         for each in events:

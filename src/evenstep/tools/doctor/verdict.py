@@ -1,4 +1,4 @@
-"""From the evidence of a run to what it has shown: findings, what it refutes, and what it couldn't look at. Pure."""
+"""Turns the evidence of a run into findings, refuted rules, and notes on what the run couldn't examine. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def watched(
     directory: str,
     facts: Facts = _UNREAD,
 ) -> Watched:
-    """What a run has shown.
+    """Apply the rules to the evidence of a run.
 
     Args:
-        evidence: What its ranks did.
-        script: As the user named it.
-        directory: The current one, absolute.
-        facts: What reading knows of the script.
+        evidence: The events of all ranks.
+        script: The path, as the user wrote it.
+        directory: The absolute path of the current directory.
+        facts: Facts of the script's source.
     """
     evidence = replace(evidence, ranks=[_of_the_rank(events) for events in evidence.ranks])
     scene = Scene(evidence, script, directory, facts)
@@ -45,7 +45,7 @@ def watched(
         return Watched(notes=[note], num_steps=0)
     rules = [each for each in all_rules().values() if each.seen is not None]
     seen = [replace(found, rule=each.id) for each in rules if each.seen for found in each.seen(scene)]
-    # One finding of a rule at a line, however often it happened there.
+    # At most one finding of a rule at a line.
     findings = {(each.rule, each.path, each.line): each for each in reversed(seen) if isinstance(each, Finding)}
     refuted = [each for each in seen if isinstance(each, Refuted)]
     note, failed = _ending(scene)
@@ -53,20 +53,20 @@ def watched(
 
 
 def _of_the_rank(events: Sequence[Event]) -> list[Event]:
-    """Without what a script did that has then started ranks of its own: it would have done that once."""
+    """The events from the script's own `spawn` on, if it has one: each process here ran the code before it, too."""
     began = next((number for number, each in enumerate(events) if each.kind == "spawns"), 0)
     return list(events[began:])
 
 
 def _ending(scene: Scene) -> tuple[str, bool]:
-    """(why the run ended before it had shown all; "" if it has, whether the script failed before its first step)."""
+    """(why the run ended early, or ""; whether the script failed before its first step)."""
     evidence, raised = scene.evidence, scene.error
     steps = f"after {counted(evidence.num_steps, 'step')}" if evidence.num_steps else "before its first step"
     spawned = next(iter(evidence.all("spawns")), None)
     if spawned is not None and not evidence.all("stepped") and raised is None and evidence.hang is None:
         where = scene.told(spawned.place)
         return f"The script starts {spawned['num_ranks']} ranks of its own ({where}), so it was only read.", False
-    # A script that leaves before its first step has said why, perhaps as an exit with a text, or none.
+    # A script that exits before its first step has perhaps said why, in its output or in the text of its exit.
     message = str(raised["message"]).strip() if raised is not None else ""
     left = not evidence.num_steps and evidence.hang is None and (raised is None or raised["type"] == "SystemExit")
     words = "\n".join(f"{evidence.said}\n{message}".splitlines()[-4:]) if left else message
@@ -112,7 +112,7 @@ def _told_error(scene: Scene, raised: Event, steps: str) -> str:
 
 
 def _tail(said: str) -> str:
-    """What the script itself said last."""
+    """The last lines of a script's output, or its usage message."""
     lines = [line for line in said.splitlines() if line.strip()]
     usage = next((i for i, line in enumerate(lines) if "usage:" in line), None)
     return "\n".join(lines[usage : usage + 4] if usage is not None else lines[-4:])

@@ -2,7 +2,7 @@
 
 In reading order:
 
-    footprint   what a rank keeps in memory, by way of sharding                    pure
-    probe       the sizes behind that, measured in a process that runs the script
+    footprint   the memory of a rank, for each kind of sharding                    pure
+    probe       the sizes that this needs, measured in a process that runs the script
     estimate    the command
 """

@@ -1,8 +1,8 @@
 """`evenstep estimate`: how much memory a rank needs, and whether data parallelism is enough.
 
 It takes a function that builds the model, or a script. It calls the function with torch's fake tensors, which have
-shapes and no memory, so the model may be larger than this machine. It runs the script as it is, in a process of its
-own, for three steps.
+shapes but no memory, so the model may be larger than this machine. It runs a script unchanged for three steps, in a
+separate process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def run(args: Namespace) -> int:
-    """Compute the memory of a script or of a function, print it, write the JSON.
+    """Compute the memory of a script or of a function's model, print it, and write the JSON.
 
     Raises:
         ConfigurationError: A flag makes no sense, or there is no such script or function.
@@ -67,7 +67,7 @@ def _estimate(args: Namespace) -> int:
             raise ConfigurationError(f"{args.script} returns {type(model).__name__}, and no torch.nn.Module.")
         model = model.to("meta")
         inputs = list(inputs if isinstance(inputs, tuple | list) else [inputs])
-    # On a CPU that isn't there: on "meta" torch would choose other kernels, which keep more.
+    # Fake tensors claim to be on the CPU: on "meta", torch would choose other kernels, which save more activations.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
         inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="cpu"), inputs)
@@ -118,14 +118,14 @@ def _measure(args: Namespace) -> int:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a script for three steps in a process of its own, and return what `probe` wrote.
+    """Run a script for three steps in a separate process, and return the sizes that `probe` wrote.
 
     Raises:
-        UsageError: It failed, or ended before.
+        UsageError: The script failed, or ended before its third step.
     """
     with private_directory("memory") as directory:
         out = directory / "memory.json"
-        # As a rank: a script for torch's wrapper asks the environment which one it is.
+        # Started as a rank, because a script for torch's wrapper reads its rank from the environment.
         observed = Observed("evenstep.tools.estimate.probe", script, arguments, 1)
         with launched(observed, directory, with_settings(), [str(out)]) as made:
             status = made.process.wait()
@@ -151,7 +151,7 @@ def _tell(sizes: Sizes, args: Namespace) -> int:
 
 
 def device_bytes() -> int:
-    """Memory of the first GPU; of this machine if there is none."""
+    """The memory of the first GPU, or of this machine if there is none."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -163,7 +163,7 @@ def _call(target: str) -> Any:
     if not colon or not where or not name:
         raise ConfigurationError(f"{target}: write FILE.py:FUNCTION, such as train.py:build_model.")
     folder = str(Path(where).absolute().parent)
-    sys.path.insert(0, folder)  # modules beside a file can be imported, as with `python FILE.py`
+    sys.path.insert(0, folder)  # the file can import modules of its folder, as with `python FILE.py`
     try:
         return _find(where, name, target)()
     except EvenstepError:
@@ -183,7 +183,7 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where data classes look for the names of their fields' types
+            sys.modules[spec.name] = module  # data classes look up the types of their fields there
             spec.loader.exec_module(module)
         elif os.path.exists(where):
             raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")
@@ -192,7 +192,7 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
     except ConfigurationError:
         raise
     except Exception as error:
-        # Imported is all that stands at the top level of a file, with fake tensors: a script would train there.
+        # The import runs all code at the top level of the file with fake tensors: a script would start to train.
         raise UsageError(
             f"{where} can't be imported: {type(error).__name__}: {error}\nWhat stands at its top level is run, without "
             f'data: put what trains under `if __name__ == "__main__":`, or the function into a file of its own.'

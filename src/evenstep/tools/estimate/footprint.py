@@ -1,27 +1,28 @@
-"""How much memory a rank needs, for each way to divide the work: formulas. Pure.
+"""Formulas for the memory that a rank needs, for each way to divide the work. Pure.
 
 [Note: what lies where]
 
-    P   trained parameters        F   frozen ones and module buffers       S   the optimizer's state of all of P
-    B   all buckets of gradients  V   all buckets of parameters            b   the largest bucket, or two
+    P   trained parameters        F   frozen parameters, module buffers    S   the optimizer's state for all of P
+    B   all buckets of gradients  V   all buckets of parameters            b   the largest bucket, once or twice
     A   activations               U   the largest unit of FSDP2            n   ranks
 
                       parameters     gradients    optimizer   while the backward pass runs
     one rank          P + F          P            S
-    DDP               P + F          B            S           gradients that have not been packed: the largest bucket
+    DDP               P + F          B            S           gradients not yet in a bucket: as much as the largest
     sharded           V + F          B            S / n       the same
-    sharded, stage 2  V + F          B / n        S / n       buckets that are lent: b, and what has not been packed
-    FSDP2             P / n + F      P / n        S / n       two units gathered and one of gradients: 3 U
+    sharded, stage 2  V + F          B / n        S / n       temporary buckets: b, and gradients not yet in a bucket
+    FSDP2             P / n + F      P / n        S / n       two gathered units and one of gradients: 3 U
 
-Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is
-given `gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards
-(`replica/gradients/buckets/layout.py`). FSDP2 divides every parameter along its first dimension. HSDP takes what FSDP2
-takes on the ranks of one of its groups. What tensor parallelism divides is the user's plan, and isn't computed.
+    Gradients of evenstep's `DistributedDataParallel` are views of buckets, so they are counted once. torch's wrapper
+    has both, unless `gradient_as_bucket_view` is set. Buckets of a sharded optimizer are padded so that ranks have
+    equal shards (`replica/gradients/buckets/layout.py`). FSDP2 divides every parameter along its first dimension. HSDP
+    needs as much as FSDP2 on the ranks of one of its groups. Tensor parallelism isn't computed: the user's plan decides
+    what it divides.
 
-Activations are all that the passes have made and still hold when that is most: what autograd has saved, its gradients,
-and results of single operations. On one rank and with FSDP2 they go while gradients come, so only the larger of both
-counts; buckets are there all the time. Libraries (a GPU's context takes about half a gigabyte) and the
-allocator's reserve come on top.
+    Activations are all tensors that the passes have made and hold at their peak: those that autograd has saved,
+    gradients of activations, and temporary results. On one rank and with FSDP2, activations are freed while gradients
+    are made, so only the larger of both counts. Buckets exist all the time. The memory of libraries (about half a
+    gigabyte for a GPU's context) and the allocator's reserve aren't included.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _MOST_RANKS = 8192
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known of a model, its optimizer and its batch.
+    """The sizes of a model, its optimizer and its batch.
 
     Attributes:
-        parameters: The trained ones, in registration order.
-        fixed_bytes: Frozen parameters and module buffers.
+        parameters: The trained parameters, in registration order.
+        fixed_bytes: The frozen parameters and module buffers.
         state_bytes: The optimizer's state for all parameters, on one rank.
-        stepping_bytes: What the optimizer's step needs for a moment.
-        activation_bytes: What the passes hold at most beside gradients, for `num_samples`.
-        num_samples: How many a rank's batch has; 0 if unknown.
-        largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
+        stepping_bytes: The temporary memory of the optimizer's step.
+        activation_bytes: The peak memory of the passes without gradients of parameters, for `num_samples`.
+        num_samples: The number of samples in a rank's batch; 0 if unknown.
+        largest_unit_bytes: The parameters of the largest unit that FSDP2 gathers at once; 0: all parameters.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -68,19 +69,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a rank, by kind.
+    """The memory of a rank in bytes, by kind.
 
     Attributes:
         way: How the work is divided.
-        num_ranks: Over how many.
-        parameters: With frozen ones and module buffers.
-        gradients: That stay between backward pass and optimizer; where they are views, the buckets.
-        optimizer: State.
-        passing: While the backward pass runs only.
-        activations: What the passes hold at most beside.
-        stepping: While the optimizer steps only.
-        lasting: Activations that are there at the end of the backward pass, too: a gradient of weights on its way.
-        total: The most at once.
+        num_ranks: The number of ranks.
+        parameters: Parameters, also frozen ones, and module buffers.
+        gradients: Gradients between the backward pass and the optimizer's step, or the buckets that they are views of.
+        optimizer: The optimizer's state.
+        passing: Memory that only the backward pass needs.
+        activations: The peak memory of the passes beside that.
+        stepping: Memory that only the optimizer's step needs.
+        lasting: Activations that still exist at the end of the backward pass: a gradient before FSDP2 scatters it.
+        total: The peak of all kinds together.
     """
 
     way: str
@@ -95,7 +96,7 @@ class Footprint:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of a script that divide the work so; the optimizer is made behind them."""
+        """The lines that a script needs to divide the work this way."""
         if self.way == "one rank":
             return []
         if self.way == "FSDP2":
@@ -112,31 +113,31 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The most at once."""
+        """The peak of all kinds together."""
         if self.num_ranks == 1 or self.way == "FSDP2":
-            # Shards of gradients come while activations go; buckets are there all the time.
+            # Gradients are made while activations are freed. Buckets, below, exist all the time.
             passes = self.passing + max(self.activations, self.gradients + (self.lasting if self.num_ranks > 1 else 0))
             return self.parameters + self.optimizer + max(passes, self.gradients + self.stepping)
         return self.parameters + self.optimizer + self.gradients + max(self.passing + self.activations, self.stepping)
 
     def to_json(self) -> dict[str, object]:
-        """For programs."""
+        """The footprint as plain data for JSON."""
         return {**asdict(self), "total": self.total}
 
 
 def footprint(sizes: Sizes, way: str, num_ranks: int, policy: BucketPolicy | None = None) -> Footprint:
-    """What a rank needs; see [Note: what lies where].
+    """The memory that a rank needs; see [Note: what lies where].
 
     Args:
-        sizes: How large model, optimizer and batch are.
+        sizes: The sizes of the model, optimizer and batch.
         way: How the work is divided, one of `WAYS`.
-        num_ranks: Over how many.
-        policy: Sizes of buckets; None: evenstep's.
+        num_ranks: The number of ranks.
+        policy: The sizes of buckets; None: evenstep's defaults.
     """
     values = gradients = sizes.parameter_bytes
     passing, part = 0, 1.0
     if way == "one rank" or num_ranks == 1:
-        num_ranks = 1  # nothing travels, nothing is divided, and gradients stay where autograd has put them
+        num_ranks = 1  # no communication, no shards, and no buckets: gradients stay where autograd has put them
     elif way == "FSDP2":
         passing = 3 * (sizes.largest_unit_bytes or values)
         gradients = sum(_bytes_of(_rows_divided(spec, num_ranks)) for spec in sizes.parameters)
@@ -174,25 +175,25 @@ def _bytes_of(spec: ParameterSpec) -> int:
 
 
 def _rows_divided(spec: ParameterSpec, parts: int) -> ParameterSpec:
-    """The first one's part of a parameter that is divided along its first dimension."""
+    """The first rank's shard of a parameter that is divided along its first dimension."""
     return replace(spec, shape=(math.ceil(spec.shape[0] / parts), *spec.shape[1:])) if spec.shape else spec
 
 
 def footprints(sizes: Sizes, num_ranks: Sequence[int]) -> list[Footprint]:
-    """All ways, on all numbers of ranks; one rank once."""
+    """The footprints of all ways on all numbers of ranks, with one rank first."""
     return [footprint(sizes, "one rank", 1), *(row for n in num_ranks if n > 1 for row in _ways(sizes, n))]
 
 
 def _ways(sizes: Sizes, num_ranks: int) -> list[Footprint]:
-    """All ways on so many ranks, in the order in which one tries them: what costs the least time comes first."""
+    """The footprints of all ways on a number of ranks, the way that costs the least time first."""
     return [footprint(sizes, way, num_ranks) for way in (WAYS[1:] if num_ranks > 1 else WAYS[:1])]
 
 
-# ---------------------------------------------------------------------- for people
+# ---------------------------------------------------------------------- for users
 
 
 def footprint_table(rows: Sequence[Footprint]) -> str:
-    """For people, and for the documentation."""
+    """The footprints as a Markdown table."""
     columns = ("parameters", "gradients", "optimizer", "passing", "activations", "stepping", "total")
     lines = [f"| MiB of a rank | ranks | {' | '.join(columns)} |", "| --- |" + " ---: |" * 8]
     for row in rows:
@@ -202,12 +203,12 @@ def footprint_table(rows: Sequence[Footprint]) -> str:
 
 
 def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
-    """Which way is enough on so many ranks of so much memory, and the lines of a script for it.
+    """The first way whose memory suffices, as lines of text, with the lines of a script for it.
 
     Args:
-        sizes: How large model, optimizer and batch are.
-        num_ranks: How many there are.
-        memory_bytes: What each has.
+        sizes: The sizes of the model, optimizer and batch.
+        num_ranks: The number of ranks.
+        memory_bytes: The memory of each rank.
     """
     note = "" if sizes.num_samples else ", without activations, which were not counted"
     lines: list[str] = []

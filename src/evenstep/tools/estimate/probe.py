@@ -1,4 +1,4 @@
-"""What a model, its optimizer and a step take: counted on tensors that exist, or on those that only have a shape."""
+"""Measures the sizes of a model, its optimizer and a step, with real tensors or with tensors without memory."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from evenstep.tools.observing.record import Recorder, Subscriber
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
 
-NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
+NUM_STEPS = 3  # the state exists after the first step, all parameters are known in the second, the third is measured
 
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 
 class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory that operations inside make, for as long as it lives. What was there before isn't counted.
+    """Counts the memory of tensors that operations make inside the context, as long as the tensors live.
 
     Args:
-        parameters: Their gradients, from when they are whole, are no activations.
+        parameters: Parameters whose gradients no longer count once they are complete.
 
     Attributes:
-        peak: The most at once, without gradients; may be set.
+        peak: The largest sum so far, without complete gradients; may be set.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by storage: its bytes
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by address of a storage
         self._handles: list[Any] = []
 
     def __enter__(self) -> MadeBytes:
@@ -64,11 +64,11 @@ class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
 
     def restart(self) -> None:
-        """Count what is made from now on."""
+        """Start to count again from zero."""
         self.peak = self._now = 0
 
     def add(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Count these, too."""
+        """Count these storages, too."""
         for storage in storages:
             if (key := storage._cdata) not in self._alive:
                 self._alive[key] = storage.nbytes(), weakref.ref(storage, functools.partial(self._forget, key))
@@ -84,7 +84,7 @@ class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if set(types) - _PLAIN:
-            return NotImplemented  # a class of its own, such as DTensor, whose parts come here
+            return NotImplemented  # a subclass such as DTensor: the operations on its local tensors come here
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
         self.add(storage for storage in _storages(result) if storage._cdata not in given)
@@ -92,13 +92,13 @@ class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(tensors: object) -> list[torch.UntypedStorage]:
-    """The memory of all tensors in a tree that have one of their own: no sparse and no distributed ones."""
+    """The storages of all plain dense tensors in a pytree, without sparse and distributed ones."""
     dense = (leaf for leaf in pytree.tree_leaves(tensors) if type(leaf) in _PLAIN and leaf.layout is torch.strided)
     return [leaf.untyped_storage() for leaf in dense]
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
-    """The bytes of tensors; a storage that several share counts once."""
+    """The bytes of tensors; a storage that several tensors share counts once."""
     return sum({storage._cdata: storage.nbytes() for storage in _storages(list(tensors))}.values())
 
 
@@ -108,11 +108,11 @@ def state_tensors(optimizer: Optimizer) -> list[object]:
 
 
 def specs_of(named: Iterable[tuple[str, Tensor]]) -> tuple[ParameterSpec, ...]:
-    """What a layout has to know of parameters."""
+    """The shapes, dtypes and devices of parameters, as a layout needs them."""
     return tuple(ParameterSpec(name, tuple(p.shape), p.dtype, p.device) for name, p in named)
 
 
-# ---------------------------------------------------------------------- a model, nowhere
+# ---------------------------------------------------------------------- a model without memory
 
 
 def sizes_of(
@@ -120,15 +120,15 @@ def sizes_of(
     build_optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
     inputs: Sequence[Any] = (),
 ) -> Sizes:
-    """Sizes of a model whose tensors have shapes and no memory: fake ones, or those of the device "meta".
+    """Measure the sizes of a model whose tensors have shapes but no memory: fake tensors, or those on "meta".
 
     Args:
-        model: Made of such tensors.
+        model: The model, made of such tensors.
         build_optimizer: Makes the optimizer from the trained parameters.
-        inputs: Arguments of the model; their first dimension is the batch. Empty: activations aren't counted.
+        inputs: The arguments of the model; their first dimension is the batch. Empty: activations aren't counted.
 
     Raises:
-        UsageError: The model or the optimizer reads values of tensors, or nothing in the model is trained.
+        UsageError: The model or the optimizer reads values of tensors, or the model has no trained parameters.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
@@ -138,7 +138,7 @@ def sizes_of(
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     try:
-        with torch.device("cpu"):  # counters of steps, which optimizers read
+        with torch.device("cpu"):  # optimizers make counters of steps, and read them
             optimizer = build_optimizer(trained)
             optimizer.step()
             with MadeBytes([]) as made:
@@ -159,8 +159,7 @@ def sizes_of(
 
 
 def largest_unit_bytes(model: nn.Module) -> int:
-    """Parameters of the largest part that FSDP2 gathers at once, where each item of a list of layers is a part, and
-    what is left is another."""
+    """The bytes of the largest unit that FSDP2 gathers at once: an item of a list of layers, or all the rest."""
     sizes, inside = [], set[int]()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and id(module) not in inside:
@@ -171,7 +170,7 @@ def largest_unit_bytes(model: nn.Module) -> int:
 
 
 def with_batch(inputs: Sequence[Any], size: int) -> list[Any]:
-    """The arguments of a batch of another size."""
+    """The inputs of a model, resized to another batch size."""
     batch = num_rows(list(inputs))
 
     def resized(leaf: Tensor) -> Tensor:
@@ -182,12 +181,12 @@ def with_batch(inputs: Sequence[Any], size: int) -> list[Any]:
 
 
 def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:
-    """The most bytes that both passes hold at once beside gradients of parameters, with the inputs."""
+    """The peak bytes of a forward and backward pass, with the inputs and without gradients of parameters."""
     try:
         with MadeBytes(model.parameters()) as made:
             made.add(_storages(inputs))
             leaves = [leaf for leaf in pytree.tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-            # What a loss over labels does: logits, their logarithms and the gradients of both are often the most.
+            # Like a loss over labels: logits, their logarithms and the gradients of both are often the largest tensors.
             losses = [leaf.float().log_softmax(-1).mean() for leaf in leaves if leaf.requires_grad]
             if losses:
                 torch.autograd.backward(losses)
@@ -197,22 +196,22 @@ def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:
     return made.peak
 
 
-# ---------------------------------------------------------------------- a script, in its own process
+# ---------------------------------------------------------------------- a script in its own process
 
 
 @dataclass
 class _Watch(Subscriber):
-    """What is learned while a script runs.
+    """Measures a script while it runs.
 
     Attributes:
-        out: Where it is written.
-        num_samples: Rows of the first tensor that the model was called with; 0 if there was none.
-        model: The module that was called first in a step.
-        num_steps: How many the optimizer made that stepped first.
-        gradient_bytes: Before its newest step.
-        activation_bytes: What the passes before that held.
-        optimizers: That have stepped, in order.
-        made: Counts what the last step makes.
+        out: The file for the results.
+        num_samples: The rows of the first tensor that the model was called with; 0 if there was none.
+        model: The first module that was called in a step.
+        num_steps: The number of steps of the optimizer that stepped first.
+        gradient_bytes: The gradients before its newest step.
+        activation_bytes: The peak of the passes before that step.
+        optimizers: By id, the optimizers that have stepped, in order.
+        made: Counts the memory that the last step makes.
     """
 
     out: Path
@@ -225,12 +224,12 @@ class _Watch(Subscriber):
     made: MadeBytes | None = None
 
     def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
-        """A module is called. The first one of a step is the whole model's."""
+        """A module is called. The first call of a step is that of the whole model."""
         if self.model is None:
             self.model, self.num_samples = module, num_rows(list(args))
 
     def step_begins(self, optimizer: Any) -> None:
-        """Gradients are there, and an optimizer is known."""
+        """Record the optimizer, and the sizes of gradients and activations."""
         self.optimizers.setdefault(id(optimizer), optimizer)
         if self._is_first(optimizer):
             self.gradient_bytes = storage_bytes(p.grad for p in self._parameters())
@@ -239,7 +238,7 @@ class _Watch(Subscriber):
                 self.made.restart()
 
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
-        """After enough steps of the first optimizer write what there is, and end the script."""
+        """After enough steps of the first optimizer, write the results and end the script."""
         if not self._is_first(optimizer):
             return
         self.num_steps += 1
@@ -270,7 +269,7 @@ class _Watch(Subscriber):
         raise SystemExit(0)
 
     def _count_state(self) -> int:
-        """Bytes; an optimizer that steps a shard keeps its state elsewhere than torch's do."""
+        """The bytes of all optimizers' states. A `ShardedOptimizer` counts its own."""
         plain = [each for each in self.optimizers.values() if not isinstance(each, ShardedOptimizer)]
         divided = sum(each.state_bytes for each in self.optimizers.values() if isinstance(each, ShardedOptimizer))
         return divided + storage_bytes(tensor for each in plain for tensor in state_tensors(each))
@@ -279,7 +278,7 @@ class _Watch(Subscriber):
         return next(iter(self.optimizers)) == id(optimizer)
 
     def _parameters(self) -> list[nn.Parameter]:
-        """All optimizers' parameters. An optimizer inside another one may step views of the outer one's."""
+        """The parameters of all optimizers. Views of parameters that an earlier optimizer has are left out."""
         found: dict[int, list[nn.Parameter]] = {}
         for optimizer in self.optimizers.values():
             new: dict[int, list[nn.Parameter]] = {}
@@ -290,10 +289,10 @@ class _Watch(Subscriber):
 
 
 def main(out: str, script: str, arguments: Sequence[str]) -> None:
-    """Run a script for some steps, and write what it takes. It ends where its third optimizer step has ended."""
+    """Run a script until its third optimizer step has ended, and write the measured sizes."""
     watch = _Watch(Path(out))
     with Patches() as patches:
-        # Three steps neither resume a training nor replace its files.
+        # The three steps mustn't resume a training or replace its files.
         idle_checkpointers(patches)
         Scratch(Path(out).parent).install(patches)
         Recorder(watch).install(patches)

@@ -1,16 +1,16 @@
-"""Running somebody's script under observation: one recorder of what it does, for `doctor`, `verify` and `bench`.
+"""Runs a user's script under observation: one recorder of its calls, for `doctor`, `verify`, `bench` and `estimate`.
 
-Read `patching` first: every change to a class or function of torch's, or of ours, is undone when a `with` ends. Then
-`record`: what a script does is told there to subscribers, and nothing else changes torch's functions to see it.
+Read `patching` first: every change to a class or function, of torch or of evenstep, is undone when a `with` ends. Then
+`record`, which notifies subscribers of what the script does. Nothing else patches torch's functions to observe it.
 
-    launch       start a script under observation with `evenstep run`, and leave it on all ranks together
-    script       the script: its own files and lines; become it in this process
-    record       what it does, moment by moment
-    graphs       what the graph behind its loss says
-    models       the modules that an optimizer trains, who averages their gradients, digests and samples
-    devices      lines where the host waits for a GPU
-    changes      dropout off, other batch sizes, keyed samples: so that runs can be compared
-    scratch      what the script saves goes into a directory of the run
-    thresholds   from when on `bench` reports something
+    launch       starts a script under observation with `evenstep run`, and ends it on all ranks together
+    script       the script's own files and lines; running it in this process
+    record       notifies subscribers of calls, passes, steps and loops
+    graphs       reads the autograd graph behind a loss
+    models       the modules that an optimizer trains, and their wrapper; digests of tensors
+    devices      the lines where the host waits for a GPU
+    changes      makes runs comparable: no dropout, other batch sizes, random numbers keyed by sample
+    scratch      redirects the files that the script writes into a directory of the run
+    thresholds   the thresholds above which `bench` reports a finding
 
 """

@@ -1,4 +1,4 @@
-"""What is changed in an observed process so that runs can be compared: dropout, batches, and what data sets draw."""
+"""Changes that make observed runs comparable: no dropout, other batch sizes, random numbers keyed by sample."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SAMPLE_TAG = 0x766572696679  # "verify": other streams from the same seed stay 
 
 
 def replace_batch_sizes(patches: Patches, choose: Callable[[int], int]) -> None:
-    """Have torch's loaders load batches of other sizes; those with a batch sampler have none.
+    """Change the batch sizes of torch's loaders, except of those with a batch sampler.
 
     Args:
-        patches: Undoes it.
-        choose: Given the size that the script passes, returns the one to use.
+        patches: Undoes the change.
+        choose: Returns the batch size to use for the one that the script passes.
     """
 
     def init(
@@ -44,10 +44,10 @@ def replace_batch_sizes(patches: Patches, choose: Callable[[int], int]) -> None:
 
 
 def same_samples(patches: Patches) -> None:
-    """Key what a data set draws at random by the number of the sample, in torch's loader and in evenstep's."""
+    """Seed the random numbers that a data set draws by the index of the sample, in torch's and evenstep's loaders."""
 
     def fetch(original: Callable[..., Any], self: Any, index: Any) -> Any:
-        # evenstep's own loader gives torch's requests, and no numbers.
+        # evenstep's own loader passes requests to torch's loader instead of indices.
         if not (self.auto_collation and isinstance(index, list) and all(isinstance(each, int) for each in index)):
             return original(self, index)
         samples = []
@@ -69,14 +69,14 @@ def same_samples(patches: Patches) -> None:
 
 
 def switch_off_dropout(patches: Patches, about_to_draw: Callable[[], bool]) -> None:
-    """Have no dropout of torch's drop anything from now on: no two numbers of ranks draw the same masks.
+    """Switch off all dropout of torch, since runs on different numbers of ranks draw different masks.
 
-    What can be said of the masks without them is where the random stream stood when they would have been drawn: ranks
-    that share that state would share their masks.
+    Without masks, the state of the random stream when they would have been drawn can still be compared: ranks that
+    share that state would share their masks.
 
     Args:
-        patches: Undoes it.
-        about_to_draw: Called in place of the draw; returns whether to draw all the same.
+        patches: Undoes the change.
+        about_to_draw: Called before each mask would be drawn; returns whether to draw it nevertheless.
     """
 
     def drop(
@@ -117,7 +117,7 @@ def switch_off_dropout(patches: Patches, about_to_draw: Callable[[], bool]) -> N
     for name in _DROPOUTS:
         default = inspect.signature(getattr(F, name)).parameters["training"].default
         patches.around(F, name, functools.partial(drop, default))
-    for name in ("dropout", "alpha_dropout", "feature_dropout"):  # builtins: (input, p, train), all given
+    for name in ("dropout", "alpha_dropout", "feature_dropout"):  # builtins: (input, p, train), without defaults
         patches.around(torch, name, functools.partial(drop, True))
     patches.around(F, "scaled_dot_product_attention", attend)
     for kind in (nn.RNN, nn.LSTM, nn.GRU):

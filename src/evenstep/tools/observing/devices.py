@@ -1,4 +1,4 @@
-"""Where the host waits for a GPU: torch says so itself (`set_sync_debug_mode`), by warnings."""
+"""The lines where the host waits for a GPU, from the warnings of torch's `set_sync_debug_mode`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from evenstep.tools.observing.patching import Patches
 
 
 class Waits:
-    """Listens to the waits of this process for its GPU, from `listen` to `stop`.
+    """Reports the waits of this process for its GPU, from `listen` to `stop`.
 
     Args:
-        heard: Called at each of them, with the file and the line that torch names.
+        heard: Called for each wait, with the file and line that torch names.
     """
 
     def __init__(self, heard: Callable[[str, int], object]) -> None:
@@ -23,7 +23,7 @@ class Waits:
         self._patches = Patches()
 
     def listen(self) -> None:
-        """From now on."""
+        """Start to report waits."""
         filters = list(warnings.filters)
         warnings.filterwarnings("always", message=".*synchroniz.*")
         self._patches.later(lambda: setattr(warnings, "filters", filters))
@@ -32,7 +32,7 @@ class Waits:
         self._patches.later(lambda: torch.cuda.set_sync_debug_mode("default"))
 
     def stop(self) -> None:
-        """No longer; nothing to do where nobody listens."""
+        """Stop to report waits; does nothing if `listen` wasn't called."""
         self._patches.restore()
 
     def _shown(

@@ -1,4 +1,4 @@
-"""What the graph behind a loss says of it: means, sums, factors, kinds of nodes. Pure."""
+"""Reads the autograd graph behind a loss: means, sums, factors, kinds of nodes. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from torch import Tensor
 
-_MOST_NODES = 50_000  # of a graph that are counted
+_MOST_NODES = 50_000  # counted nodes of a graph
 _MOST_FACTORS = 8
-# Functions whose result is a mean over the samples, by the name of their node.
+# Beginnings of the names of nodes whose result is a mean over samples.
 _MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
 
 
 def is_mean(node: Any) -> bool:
-    """Whether a node is a mean over samples, as loss functions take it."""
+    """Whether a node is a mean, as loss functions with `reduction="mean"` compute it."""
     return node is not None and node.name().startswith(_MEANS) and getattr(node, "_saved_reduction", 1) == 1
 
 
 def factor_of(root: Tensor, scale: float = 1.0) -> tuple[float | None, Any]:
-    """By what a loss is multiplied, and the node before that.
+    """The factor that a loss is multiplied by, and the graph node before the multiplication.
 
     Args:
         root: The loss.
-        scale: A GradScaler's, which divides by it again: no part of the factor.
+        scale: The scale of a GradScaler. It isn't part of the factor, because the scaler divides by it again.
 
     Returns:
-        (the factor; None if it isn't known, the node).
+        (the factor, the node); (None, None) if the factor isn't known.
     """
     factor, node = 1.0, root.grad_fn
     for _ in range(_MOST_FACTORS):
@@ -45,7 +45,7 @@ def factor_of(root: Tensor, scale: float = 1.0) -> tuple[float | None, Any]:
 
 
 def node_counts(root: Tensor) -> dict[str, int]:
-    """How often each kind of node is in the graph of a tensor."""
+    """The number of nodes of each kind in the graph of a tensor, by their name."""
     counts: Counter[str] = Counter()
     known: set[Any] = set()
     waiting = [root.grad_fn]

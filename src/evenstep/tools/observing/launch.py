@@ -1,4 +1,4 @@
-"""Starting a script under observation: `evenstep run`, with a module of ours that becomes the script in each rank."""
+"""Starts a script under observation: `evenstep run` runs a module of evenstep, which runs the script in each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 MADE = "made-directories"
-"""A file of this name, in a directory of a run, has the paths of the directories that the script has made there."""
+"""The name of the file, in a run's directory, that lists the directories which the script has made elsewhere."""
 
 _STOPS_WITHIN_S = 30.0
 _LONGEST_TAIL = 4000
@@ -25,36 +25,36 @@ _Plan = TypeVar("_Plan", bound="Plan")
 
 @dataclass(frozen=True)
 class Plan:
-    """What ranks have to know, in a file.
+    """The instructions for the ranks of a run, passed in a file.
 
     Attributes:
-        directory: Where they write.
+        directory: The directory that the ranks write to.
     """
 
     directory: str
 
     def write(self, path: Path) -> None:
-        """Leave it for the ranks."""
+        """Write the plan to a file."""
         path.write_text(json.dumps(vars(self)))
 
     @classmethod
     def read(cls: type[_Plan], path: Path) -> _Plan:
-        """What `write` left."""
+        """Read a plan that `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
 class Observed:
-    """How a script is run.
+    """A script to run under observation.
 
     Attributes:
-        module: Becomes the script in each rank, given what it has to know, the script and its arguments.
-        script: The user's script; runs unchanged.
-        arguments: Its own.
-        ranks: How many.
-        device: As `evenstep run --device`; None: GPUs if there are any.
-        threads: How many each rank has; None: as `evenstep run` chooses.
-        options: More of `evenstep run`'s.
+        module: The module that runs the script in each rank. It gets its own arguments, the script and the script's.
+        script: The user's script. It runs unchanged.
+        arguments: The command-line arguments of the script.
+        ranks: The number of ranks.
+        device: The value of `evenstep run --device`; None: GPUs if there are any.
+        threads: The number of threads of each rank; None: `evenstep run` chooses.
+        options: Further options of `evenstep run`.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Observed:
     options: Sequence[str] = ()
 
     def command(self, directory: Path, plan: Sequence[str]) -> list[str]:
-        """The whole of it; the ranks' logs go to a directory, and the module gets `plan` before the script."""
+        """The command line of the run. The ranks' logs go to `directory`. The module gets `plan` before the script."""
         command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(self.ranks), *self.options]
         command += ["--log-dir", str(directory / "logs")]
         command += [] if self.threads is None else ["--threads-per-rank", str(self.threads)]
@@ -75,7 +75,7 @@ class Observed:
 
 
 class Launched:
-    """A run under way.
+    """A run in progress.
 
     Attributes:
         process: The launcher; its ranks die with it.
@@ -85,7 +85,7 @@ class Launched:
         self.process, self._log = process, log
 
     def said(self) -> str:
-        """The last of what it has written to the screen."""
+        """The last part of the run's output."""
         return self._log.read_text(errors="replace")[-_LONGEST_TAIL:].rstrip()
 
 
@@ -93,16 +93,16 @@ class Launched:
 def launched(
     observed: Observed, directory: Path, env: Mapping[str, str], plan: Sequence[str] = (), *, goes_on: bool = False
 ) -> Iterator[Launched]:
-    """Start a run; at the end of the `with` it is stopped, with its ranks, if it hasn't ended.
+    """Start a run. At the end of the `with`, the run is stopped if it hasn't ended.
 
-    The directories that the script has made are removed then if they are empty.
+    Empty directories that the script has made are then removed.
 
     Args:
-        observed: What is run.
-        directory: What the run says goes there.
-        env: The environment.
-        plan: What the module gets before the script.
-        goes_on: Another run resumes this one, so the script's directories stay.
+        observed: The script, and how to run it.
+        directory: The directory of the run, for its output.
+        env: The environment variables of the run.
+        plan: The arguments of the module that come before the script.
+        goes_on: Whether another run resumes this one. Then the script's directories stay.
     """
     log = directory / "output.txt"
     with log.open("wb") as output:
@@ -128,22 +128,22 @@ def launched(
 
 
 def remove_made(directory: Path) -> None:
-    """Remove the empty directories that scripts have made whose runs had directories beneath this one."""
+    """Remove the empty directories that scripts have made, for all runs with directories below this one."""
     for file in list(directory.rglob(MADE)):
         for path in sorted(set(file.read_bytes().split(b"\0")), key=len, reverse=True):
-            with contextlib.suppress(OSError):  # it holds something, or has gone
+            with contextlib.suppress(OSError):  # it isn't empty, or is gone
                 os.rmdir(path)
         file.unlink()
 
 
 def leave_together(directory: Path, rank: int, world_size: int, limit_s: float) -> NoReturn:
-    """End the script in this rank, once all ranks are here: those that left first would be missed by the others.
+    """End the script in this rank once all ranks are here, because the others may still need a rank that left first.
 
     Args:
         directory: The run's directory, the same on all ranks.
-        rank: This one.
-        world_size: How many ranks there are.
-        limit_s: The others are awaited for so long.
+        rank: This rank.
+        world_size: The number of ranks.
+        limit_s: The longest time to wait for the other ranks.
     """
     (directory / f"left-{rank}").touch()
     deadline = time.monotonic() + limit_s

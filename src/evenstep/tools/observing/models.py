@@ -20,10 +20,10 @@ from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 
 def find_models(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Module], str]:
-    """Return the wrapped models of this process; without one, the module that the optimizer trains.
+    """The wrapped models of this process; without any, the module that the optimizer trains.
 
     Returns:
-        (models, who averages their gradients: "evenstep", "torch" or "").
+        (models, the library that averages their gradients: "evenstep", "torch" or "").
     """
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     wrapped = [module for module in modules if isinstance(module, TorchDistributedDataParallel)]
@@ -36,7 +36,7 @@ def find_models(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Module], str]
 
 
 def trained_by(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the outermost module with the most of the optimizer's parameters."""
+    """The outermost module with most of the optimizer's parameters, as a list; [] if none has any."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     inner = {id(child) for module in modules for child in module.children()}
     counts = [(sum(id(p) in trained for p in m.parameters()), m) for m in modules if id(m) not in inner]
@@ -45,14 +45,14 @@ def trained_by(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -
 
 
 def ranks_with_the_same_samples(model: nn.Module, rank: int) -> list[int]:
-    """Return the ranks that have parts of the same layers as this one, and so the same samples; [] if there are none.
+    """The ranks that hold parts of the same layers as this one, and so get the same samples; [] if there are none.
 
-    Ranks along "tensor" and "pipeline" of the world's mesh; without one, those along which DTensors of the model are
-    divided, but not by FSDP2. That stands before the others in the mesh of a parameter.
+    With a mesh of the world, the ranks along its dimensions "tensor" and "pipeline". Without one, the ranks along which
+    the model's DTensors are divided, without the dimensions of FSDP2, which come first in the mesh of a parameter.
 
     Args:
-        model: It is divided already.
-        rank: This one.
+        model: The model, after it was divided.
+        rank: This rank.
     """
     world = worlds.initialised()
     if world is not None and world.mesh is not None:
@@ -76,30 +76,30 @@ def ranks_with_the_same_samples(model: nn.Module, rank: int) -> list[int]:
 
 
 def uses_fsdp(model: nn.Module) -> bool:
-    """Whether `fully_shard` has divided a model, or a part of it."""
+    """Whether `fully_shard` has sharded a model or a part of it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether any of its parameters is."""
+    """Whether any parameter of a module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def digest(tensor: Tensor) -> str:
-    """64 bits that two tensors share if their bits are equal, and otherwise don't."""
+    """A 64-bit hash of a tensor's bits, as hexadecimal text."""
     return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=8).hexdigest()
 
 
 def first_samples(inputs: object) -> Tensor:
-    """[samples, ...]: the first tensor that has rows; [0] if there is none, or if it has a gradient and is no data."""
+    """The first tensor with rows, [samples, ...]; an empty one if there is none, or if it has a gradient (no data)."""
     tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
     first = next(tensors, None)
     return torch.empty(0, device="cpu") if first is None or first.requires_grad else first.detach()
 
 
 def num_rows(batch: object, dim: int = 0) -> int:
-    """Samples of a batch: the length of its first tensor, wherever in a pytree that is; 0 without one."""
+    """The number of samples of a batch: the size of dimension `dim` of its first tensor; 0 without tensors."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, Tensor) or first.dim() <= dim:
         tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > dim)

@@ -1,4 +1,4 @@
-"""Changing attributes of other modules for the length of a `with`, in a process that exists to be observed."""
+"""Replaces attributes of other modules until a `with` ends, in a process that exists to be observed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _NOTHING = object()
 
 
 class Patches:
-    """Attributes that were replaced; a context manager that restores them at its end, last ones first."""
+    """A context manager that restores replaced attributes at its end, in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the place of an attribute; one that doesn't exist is left alone."""
+        """Replace an attribute by `make(original)`; does nothing if there is no such attribute."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -28,7 +28,7 @@ class Patches:
             self.later(lambda: setattr(owner, name, before))
 
     def around(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        """Have `instead(original, *arguments, **named)` called in the place of a function."""
+        """Replace a function by one that calls `instead(original, *arguments, **named)`."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
@@ -40,11 +40,11 @@ class Patches:
         self.replace(owner, name, make)
 
     def later(self, undo: Callable[[], object]) -> None:
-        """Call this, too, when everything is restored."""
+        """Call a function when the attributes are restored."""
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Make everything what it was before."""
+        """Restore all attributes now."""
         while self._undo:
             self._undo.pop()()
 

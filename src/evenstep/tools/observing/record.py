@@ -1,16 +1,15 @@
-"""What a script does in this process, told to subscribers: the one place that changes calls of torch's to see them.
+"""Notifies subscribers of what a script does in this process. No other module patches torch's functions to observe it.
 
-A `Subscriber` has a method for each moment that it wants to know of. A moment that nobody wants isn't looked for: its
-function stays torch's own. Most methods are called before a function, with its arguments, and may return another one
-that is called when the function is over, whether or not it has raised; or `Instead`, which takes its place.
+A `Subscriber` overrides a method for each event that it wants. Without a subscriber to an event, torch's function isn't
+patched. Most methods are called before a function, with its arguments. They may return a callable, which is called when
+the function has returned or raised, or an `Instead`, which replaces the function.
 
-What holds for all of them, so that nobody has to see to it:
+For all subscribers:
 
-- a forward pass that a backward pass computes again (checkpointing) is none, nor are modules inside a compiled one;
-- of a backward pass inside another one, a step inside a step, a loader inside a loader and a collective inside another
-  call that all ranks make, only the outer one is told;
-- a loader that another thread reads is left alone: the script doesn't wait there;
-- subscribers see tensors as they are: without the script's `TorchFunctionMode`s.
+- forward passes that a backward pass recomputes (checkpointing) aren't reported, nor modules inside a compiled one;
+- of nested backward passes, steps, loaders and collectives, only the outermost is reported;
+- a loader that another thread reads isn't reported, because the script doesn't wait there;
+- methods run without the script's `TorchFunctionMode`s, so they see tensors as they are.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
-# Calls by which ranks come to hold other parts of a model.
+# Calls after which ranks may hold different parts of a model.
 _APART = ("new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 WRAPPERS = (TorchDistributedDataParallel, DistributedDataParallel)
 LOADERS = (TorchDataLoader, DataLoader)
 
-# The functions, (where, name), whose call is a moment by itself.
+# By event, the functions (owner, name) whose calls are reported as they are.
 _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
     "loss": [(functional, "cross_entropy"), (functional, "nll_loss")],
     "batch_norm": [(functional, "batch_norm")],
@@ -83,7 +82,7 @@ _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
 
 @dataclass(frozen=True)
 class Instead:
-    """What is called in the place of a function, with its arguments."""
+    """The result of a subscriber's method that replaces the observed function by another one."""
 
     function: Callable[..., Any]
 
@@ -93,10 +92,10 @@ NO_CALL = Instead(lambda *arguments, **named: None)
 
 
 class Subscriber:
-    """Wants to know of the moments whose methods a subclass has.
+    """Base class of subscribers: a subclass is notified of the events whose methods it overrides.
 
     Attributes:
-        recorder: Whoever tells of them; set when it is made.
+        recorder: The recorder that notifies it; the recorder sets this attribute.
     """
 
     recorder: Recorder
@@ -104,45 +103,45 @@ class Subscriber:
     # ------------------------------------------------------------------ a step
 
     def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> Ended:
-        """A module is called, inside `depth` others; for one with gradients only those with gradients count."""
+        """A module is called within `depth` other calls. If gradients are enabled, only calls with gradients count."""
 
     def backward(self, root: Any, weight: Any, scale: float) -> Ended:
-        """A backward pass begins at a tensor, with a weight (None: plain), and perhaps the factor of a GradScaler."""
+        """A backward pass begins at a tensor, with its weight (None: plain `backward`) and a GradScaler's scale."""
 
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
 
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
-        """An optimizer has stepped; of several ones the steps of the busiest are counted."""
+        """An optimizer has stepped. With several, only the steps of the one with the most are counted."""
 
     def scaler_step(self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Ended:
-        """A GradScaler is asked for a step."""
+        """`GradScaler.step` is called."""
 
     def loss(self, input: Any, target: Any, *args: Any, **kwargs: Any) -> Ended:
         """A loss over labels is computed."""
 
     def batch_norm(self, input: Any, mean: Any = None, var: Any = None, *args: Any, **kwargs: Any) -> Ended:
-        """A batch is normalised."""
+        """`batch_norm` is called."""
 
     # ------------------------------------------------------------------ what all ranks do together
 
     def makes_group(self, arguments: dict[str, Any]) -> Ended:
-        """The process group is made; the arguments, by name, may be changed."""
+        """The process group is made. `arguments`, by name, may be changed."""
 
     def ends_group(self) -> None:
-        """It is destroyed."""
+        """The process group is destroyed."""
 
     def wrap(self, wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Ended:
         """A `DistributedDataParallel` is made, torch's or evenstep's."""
 
     def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
-        """A function of `torch.distributed` is called that all ranks of a group have to call."""
+        """A collective of `torch.distributed` is called."""
 
     def join(self, join: Join) -> Ended:
         """torch's Join is entered, for ranks with different numbers of batches."""
 
     def part(self, *args: Any, **kwargs: Any) -> Ended:
-        """Ranks form a group, or send to each other: they may hold other parts of a model."""
+        """A group of ranks is made, or a rank sends to another: ranks may hold different parts of a model."""
 
     def spawn(self, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> Ended:
         """The script starts processes with `torch.multiprocessing.spawn`."""
@@ -153,41 +152,41 @@ class Subscriber:
         """A loader is made, torch's or evenstep's."""
 
     def loop_begins(self, loop: Loop) -> None:
-        """A loop over a loader begins. The script's own modes are on, as its samples may be read."""
+        """A loop over a loader begins. The script's `TorchFunctionMode`s are on, since samples may be read."""
 
     def cuts(self, loop: Loop) -> bool:
-        """Whether a loop ends before its next batch."""
+        """Whether to end a loop before its next batch."""
         raise NotImplementedError
 
     def repeats(self, loop: Loop) -> bool:
-        """Whether a loop whose loader has no more batches gets another epoch."""
+        """Whether to start another epoch when a loop's loader has no more batches."""
         raise NotImplementedError
 
     def batch(self, loop: Loop, batch: Any) -> None:
-        """A loop has got a batch."""
+        """A loop gets a batch."""
 
     def loop_ended(self, loop: Loop, *, is_cut: bool) -> None:
-        """A loop is over."""
+        """A loop has ended, by itself or (`is_cut`) by `cuts`."""
 
     def waited(self, began_ns: int, ended_ns: int) -> None:
-        """The script has waited for data, on the clock of `time.perf_counter_ns`."""
+        """The script has waited for data; the times are on the clock of `time.perf_counter_ns`."""
 
     def fetch(self, fetcher: Any, index: Any) -> Ended:
-        """Samples of a data set with numbers are read, in this process or in a worker that was forked from it."""
+        """Samples of a map-style data set are read, in this process or in a forked worker."""
 
     def save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Ended:
         """`torch.save` is called."""
 
 
 class Recorder:
-    """Tells subscribers what this process does.
+    """Notifies subscribers of what this process does.
 
     Args:
-        subscribers: In the order in which they are told.
+        subscribers: The subscribers, notified in this order.
 
     Attributes:
-        num_steps: Optimizer steps so far, of the busiest optimizer.
-        listeners: By moment, the methods of those who want to know of it.
+        num_steps: The number of steps so far of the optimizer with the most.
+        listeners: By event, the methods of its subscribers.
     """
 
     def __init__(self, *subscribers: Subscriber) -> None:
@@ -199,15 +198,15 @@ class Recorder:
             self.listeners[moment] = [getattr(each, moment) for each in heard]
         for each in subscribers:
             each.recorder = self
-        self._counts: dict[int, int] = {}  # steps by optimizer
-        self._stepping = 0  # optimizers inside each other
-        self._depth, self._training_depth = 0, 0  # of module calls; of those with gradients
-        self._scale = 1.0  # by which a GradScaler has multiplied what the next backward pass may begin with
+        self._counts: dict[int, int] = {}  # by id of an optimizer, its steps
+        self._stepping = 0  # depth of nested optimizer steps
+        self._depth, self._training_depth = 0, 0  # depth of nested module calls, and of those with gradients
+        self._scale = 1.0  # the scale of a GradScaler, for the next backward pass
         self._is_back = self._is_together = self._is_loading = False
         self._thread = threading.get_ident()
 
     def install(self, patches: Patches) -> None:
-        """Tell of everything from now on, until the patches are undone."""
+        """Start to notify subscribers, until the patches are undone."""
         for moment, functions in _CALLS.items():
             self._around(patches, [moment], functions, functools.partial(self._call, moment))
         self._around(patches, ["module"], [(nn.Module, "__call__")], self._module)
@@ -241,11 +240,11 @@ class Recorder:
                 patches.around(owner, name, instead)
 
     def _call(self, moment: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The call of a function, told with its arguments."""
+        """Call a function, and notify subscribers with its arguments."""
         return self._told(moment, args, kwargs, functools.partial(original, *args, **kwargs))
 
     def _told(self, moment: str, args: Any, kwargs: Any, call: functools.partial[Any]) -> Any:
-        """Make a call, told with arguments that needn't be its own."""
+        """Make a call, and notify subscribers with `args` and `kwargs`, which may differ from the call's own."""
         with without_torch_function():
             ended = [tell(*args, **kwargs) for tell in self.listeners[moment]]
         for each in ended:
@@ -262,7 +261,7 @@ class Recorder:
     # ------------------------------------------------------------------ a step
 
     def _module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        # The compiler and the tracer follow what is called, and would follow us.
+        # The compiler and the tracer would trace the recorder, too.
         if self._is_back or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return original(module, *args, **kwargs)
         trains = torch.is_grad_enabled()
@@ -347,11 +346,11 @@ class Recorder:
         return original(loader) if self.is_aside() else Loop(self, loader, functools.partial(original, loader))
 
     def is_aside(self) -> bool:
-        """Whether data are read inside a loader, or by a thread that isn't the script's."""
+        """Whether data are being read inside a loader, or by another thread than the script's."""
         return self._is_loading or threading.get_ident() != self._thread
 
     def load(self, read: Callable[[], Any]) -> Any:
-        """Read something of a loader: what is read inside isn't the script's doing, but it waits."""
+        """Read from a loader and report the wait. Loaders that are read inside aren't reported."""
         began_ns = perf_counter_ns()
         self._is_loading = True
         try:
@@ -363,12 +362,12 @@ class Recorder:
 
 
 class Loop:
-    """One loop over a loader, or several epochs of it.
+    """The iterator of one loop over a loader, perhaps over several epochs.
 
     Attributes:
-        loader: What is iterated.
-        steps_before: Optimizer steps that were made before it, or before its newest epoch.
-        num_batches: Handed out so far.
+        loader: The loader.
+        steps_before: The number of optimizer steps before the loop, or before its newest epoch.
+        num_batches: The number of batches yielded so far.
     """
 
     def __init__(self, recorder: Recorder, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
@@ -416,5 +415,5 @@ class Loop:
 
 
 def _first(given: Any) -> Any:
-    """What a pass begins with, or its weight: a tensor, or the first of several."""
+    """The root of a backward pass, or its weight: a tensor, or the first of several."""
     return given if given is None or isinstance(given, Tensor) else next(iter(given), None)

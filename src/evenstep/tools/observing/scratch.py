@@ -1,9 +1,9 @@
-"""An observed script writes into a directory of its run: files of earlier trainings aren't touched.
+"""Redirects the files that an observed script writes to a directory of its run, so earlier trainings' files stay.
 
-What the script opens for writing, saves, renames or removes happens to a copy in that directory, and it reads its copy
-afterwards, on every rank. Directories are made as ever, and removed after the run if they are empty. Files that a
-compiled library opens by itself (HDF5, SQLite) are written as ever, and a listing of a directory shows what was there
-before.
+A file that the script opens for writing, saves, renames or removes is replaced by a copy in that directory, which the
+script then reads on every rank. Directories are made in their real place, and removed after the run if they are empty.
+Two things aren't redirected: files that a compiled library opens by itself (HDF5, SQLite), and listings of directories,
+which show the state before the run.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from evenstep.logger.logger import Logger
 from evenstep.tools.observing.launch import MADE
 from evenstep.tools.observing.patching import Patches
 
-# Modules that write for the run and not for the script: their files stay where they are.
+# Modules that write for the run and not for the script: their files aren't redirected.
 _OF_THE_RUN = ("evenstep.", "torch._", "torch.distributed.elastic.", "torch.utils.cpp_extension.", "triton.")
-# These stand between the script and a function that it calls: were they taken for the run's, the script's file would
-# overwrite that of an earlier training.
+# Modules of this package are on the stack between the script and a function that it calls. If they counted as the
+# run's, the script's file wouldn't be redirected and would overwrite that of an earlier training.
 _BETWEEN = f"{__name__.rpartition('.')[0]}."
-_LIBRARIES = sys.stdlib_module_names | {"numpy", "safetensors"}  # they write for whoever calls them
-_GONE = ".gone"  # beside a place: the script has removed the file, which is still there
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "safetensors"}  # their callers decide whose files they write
+_GONE = ".gone"  # suffix of a marker file: the script has removed the real file, which still exists
 
 
 class Scratch:
-    """Where an observed script's files go, and come from if this run has written them.
+    """Redirects an observed script's files to a directory of the run, for writing and for reading back.
 
     Args:
         directory: The run's directory.
-        writes: Called with the path of every file that the script is about to write, rename to or add to.
+        writes: Called with the path of each file before the script writes, appends or renames to it.
 
     Attributes:
-        saved: The paths that the script named.
+        saved: The paths of redirected files and directories, as the script wrote them.
     """
 
     def __init__(self, directory: Path, writes: Callable[[str], object] = lambda path: None) -> None:
         self._writes = writes
         self._directory = directory / "saved"
-        self._own: set[str] = {os.path.abspath(directory)}  # in these everything is as ever
+        self._own: set[str] = {os.path.abspath(directory)}  # directories without redirection
         self._emptied: set[str] = set()
         self.saved: list[str] = []
 
     def install(self, patches: Patches) -> None:
-        """Redirect what this process writes, until the patches are undone."""
+        """Redirect the files that this process writes, until the patches are undone."""
         self._stat, self._unlink, self._began_ns = os.stat, os.unlink, time.time_ns()
-        # In python 3.10 paths call the functions that were there when pathlib was imported.
+        # In python 3.10, paths call functions that pathlib stored when it was imported.
         accessor: Any = getattr(pathlib, "_normal_accessor", None)
         for module in (builtins, io, accessor):
-            # No function: a class that holds `open` as an attribute would make a method of it.
+            # A partial, not a function: as an attribute of a class, a function would become a method.
             patches.replace(module, "open", lambda original: functools.partial(self._open, original))
         for module in (os, accessor):
             for names, instead in (
@@ -104,7 +104,7 @@ class Scratch:
     def _redirect(
         self, number: int, place: Callable[[Any], Any], original: Callable[..., Any], *arguments: Any, **named: Any
     ) -> Any:
-        """Call a function with another path, which is the argument with a number or one of those by name."""
+        """Call a function with a redirected path: positional argument `number`, or the argument `f` or `filename`."""
         given = list(arguments)
         holder: Any = given if len(given) > number else named
         for key in (number,) if holder is given else named.keys() & {"f", "filename"}:
@@ -125,7 +125,7 @@ class Scratch:
         if self._is_own(path, dir_fd):
             original(path, dir_fd=dir_fd)
         elif not self._exists(file):
-            original(self._for_reading(file))  # the error is the system's
+            original(self._for_reading(file))  # raises the system's error
         else:
             self._note(file)
             self._forget(file)
@@ -149,7 +149,7 @@ class Scratch:
     def _change(
         self, original: Callable[..., Any], path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any
     ) -> None:
-        """Change what the system keeps of a file: its mode, its owner, its times."""
+        """Change the mode, owner or times of a redirected file."""
         if isinstance(path, int) or self._is_own(path, dir_fd) or not self._is_file(_absolute(path, dir_fd)):
             original(path, *arguments, **({} if dir_fd is None else {"dir_fd": dir_fd}), **named)
         else:
@@ -188,9 +188,9 @@ class Scratch:
     # ------------------------------------------------------------------ where files are
 
     def _for_writing(self, file: Any, *, keeps: bool = False) -> Any:
-        """The path to write instead; `keeps`: what the file holds is there already."""
+        """The path to write to instead. With `keeps`, a copy of the file's content is there already."""
         if os.path.isdir(file) or not os.path.isdir(os.path.dirname(_absolute(file))):
-            return file  # the error is the system's
+            return file  # opening it raises the system's error
         self._writes(_absolute(file))
         place = self._place(file)
         os.makedirs(place.parent, exist_ok=True)
@@ -202,22 +202,22 @@ class Scratch:
         return place
 
     def _for_reading(self, file: Any) -> Any:
-        """The path to read instead."""
+        """The path to read instead: the redirected file if there is one, else the real file."""
         place = self._place(file)
         return place if self._is_there(place) or self._is_there(place.with_suffix(_GONE)) else file
 
     def _forget(self, file: str) -> None:
-        """Remove a file, as far as the script can see."""
+        """Hide a file from the script, as if it were removed."""
         place = self._place(file)
         os.makedirs(place.parent, exist_ok=True)
         place.unlink(missing_ok=True)
         if self._is_there(file) and self._stat(file).st_ctime_ns >= self._began_ns:
-            self._unlink(file)  # this run has made it, by a descriptor
+            self._unlink(file)  # this run made the file itself, through a file descriptor
         elif self._is_there(file):
             place.with_suffix(_GONE).touch()
 
     def _exists(self, file: Any) -> bool:
-        """Whether the script sees a file there."""
+        """Whether a file exists from the script's point of view."""
         place = self._place(file)
         return self._is_there(place) or (self._is_there(file) and not self._is_there(place.with_suffix(_GONE)))
 
@@ -232,7 +232,7 @@ class Scratch:
         return True
 
     def _is_own(self, path: Any, dir_fd: int | None = None) -> bool:
-        """Whether a file is the run's and not the script's, or none that keeps what is written."""
+        """Whether a file isn't redirected: it belongs to the run, or it is a device, a pipe or the like."""
         file = _absolute(path, dir_fd)
         if any(file == each or file.startswith(f"{each}{os.sep}") for each in self._own):
             return True
@@ -249,12 +249,12 @@ class Scratch:
             self.saved.append(os.fsdecode(path))
 
     def _place(self, path: Any) -> Path:
-        """All ranks come to the same."""
+        """The redirected path of a file, the same on all ranks."""
         return self._directory / hashlib.sha256(os.fsencode(_absolute(path))).hexdigest()[:32]
 
 
 def idle_checkpointers(patches: Patches) -> None:
-    """Have every `Checkpointer` neither read nor write, until the patches are undone."""
+    """Stop every `Checkpointer` from reading and writing, until the patches are undone."""
     for name, instead in _IDLE_CHECKPOINTER.items():
         patches.replace(Checkpointer, name, functools.partial(_instead, instead))
 
@@ -266,7 +266,7 @@ def _absolute(path: Any, dir_fd: int | None = None) -> str:
 
 
 def _caller() -> str:
-    """The module that has called into a library, or into a function of this file; "" where there is none."""
+    """The module that called a library or this package; "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))

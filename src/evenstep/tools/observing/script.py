@@ -1,4 +1,4 @@
-"""The observed script: which files are its own, which of its lines lead to a call, and becoming it in this process."""
+"""The observed script: its own files, its lines on the stack, and running it in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BETWEEN = ("evenstep.tools.", "contextlib")  # modules between a patched call a
 
 
 class Script:
-    """The files of a script: those below its directory that no library owns.
+    """The own files of a script: those below its directory that belong to no library.
 
     Args:
-        path: The script's file.
+        path: The path of the script.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,7 +31,7 @@ class Script:
         self._own: dict[str, str] = {}
 
     def own_file(self, name: str) -> str:
-        """The absolute path of a file of the script's; "" for any other."""
+        """The absolute path of one of the script's own files; "" for any other file."""
         if name not in self._own:
             path = "" if name.startswith("<") else os.path.abspath(name)
             is_own = path.startswith(self._root) and not path.startswith((*_OF_OTHERS, _PACKAGE))
@@ -39,7 +39,7 @@ class Script:
         return self._own[name]
 
     def places(self, frame: FrameType | None = None) -> list[Place]:
-        """Lines of the script's own files on the stack, innermost first."""
+        """(file, line) of the script's own files on the stack, innermost first."""
         found: list[Place] = []
         at: FrameType | None = sys._getframe(1) if frame is None else frame
         while at is not None and len(found) < _MOST_PLACES:
@@ -50,7 +50,7 @@ class Script:
         return found
 
     def places_of(self, error: BaseException) -> list[Place]:
-        """Lines of the script in a traceback, innermost first."""
+        """(file, line) of the script's own files in a traceback, innermost first."""
         lines = [(self.own_file(file), line) for file, line in _lines_of(error)]
         return [each for each in reversed(lines) if each[0]][:_MOST_PLACES]
 
@@ -64,7 +64,7 @@ def _lines_of(error: BaseException) -> list[Place]:
 
 
 def caller() -> FrameType:
-    """The frame that has called a patched function, from the code that stands in its place."""
+    """The frame that called a patched function, as seen from the code that replaces the function."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
@@ -72,12 +72,12 @@ def caller() -> FrameType:
 
 
 def run_observed(path: str, arguments: Sequence[str]) -> None:
-    """Run a script as python would have, in a process that was started with `-m`.
+    """Run a script as python would, in a process that was started with `-m`.
 
     Args:
-        path: The script's file.
-        arguments: Its own.
+        path: The path of the script.
+        arguments: The command-line arguments of the script.
     """
     if sys.path and sys.path[0] == os.getcwd():
-        del sys.path[0]  # put there for `-m`; a script doesn't have it
+        del sys.path[0]  # python adds it for `-m`, but not for a script
     become_script(path, list(arguments))

@@ -2,8 +2,8 @@
 
 Reading order:
 
-- `host_report`: what `evenstep env` prints of this node and its software. `torchs_report` asks torch, `collect` adds
-  what torch doesn't say, and `render` is pure; it opens no port and starts no rank.
+- `host_report`: the report of `evenstep env` on this node and its software. `torchs_report` is torch's own report,
+  `collect` gathers what torch's leaves out, and `render` (pure) makes the text. It opens no port and starts no rank.
 - `rank_check`: `evenstep run --check`, started as a module on every rank. It compares a sum and a training step with
-  one process's, and measures pairs of ranks. `choose_pairs` and `slow_pairs` are pure.
+  those of one process, and measures pairs of ranks. `choose_pairs` and `slow_pairs` are pure.
 """

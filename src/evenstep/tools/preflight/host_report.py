@@ -31,7 +31,7 @@ _LIMITS = {"open files": "NOFILE", "processes": "NPROC", "locked memory": "MEMLO
 
 
 def torchs_report() -> str:
-    """What torch's own `collect_env` says; why not, if it fails."""
+    """The text of torch's own `collect_env`, or the reason why that fails."""
     try:
         return str(collect_env.get_pretty_env_info())  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:  # such as a torch that wants pip, where there is none
@@ -39,7 +39,7 @@ def torchs_report() -> str:
 
 
 def collect() -> Report:
-    """What torch doesn't say, by section. Each line stands alone: what can't be found out says why."""
+    """Facts that torch's report leaves out, by section. A fact that can't be found is replaced by the reason."""
     host, missing = look_at_host(), [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
     plan = plan_ranks("auto", host, openmp_threads=environment.openmp_threads())
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
@@ -80,7 +80,7 @@ def render(report: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def describe_placement(placement: Placement) -> dict[str, str]:
-    """The launcher that was recognised, and by which variables. Pure."""
+    """The recognised launcher, and the variables that it was recognised by. Pure."""
     if placement.launcher == "none":
         return {"recognised": "none: one process" + (f"; {placement.remark}" if placement.remark else "")}
     found = {
@@ -97,7 +97,7 @@ def describe_placement(placement: Placement) -> dict[str, str]:
 
 
 def _or_why(look: Callable[[], str]) -> str:
-    """What is found, or the reason why nothing is."""
+    """The result of `look`, or the reason why it fails."""
     try:
         return look()
     except OSError as error:

@@ -1,6 +1,6 @@
 """`evenstep run --check`: checks a sum and a training step, and measures pairs of ranks.
 
-Started as a module, on every rank. Ends with the status of whatever goes wrong, named by its rank.
+Started as a module on every rank. An error names the rank and decides the exit status.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SMALL_NUMEL = 2
 _LARGE_NUMEL = 4 << 20  # 16 MiB of float32: a bucket's size
 _NUM_SMALL, _NUM_LARGE = 100, 5
 _MAX_PAIRS = 28  # all pairs of eight ranks
-_SLOW = 3.0  # times the median pair
+_SLOW = 3.0  # a pair is slow if it takes so many times as long as the median pair
 
 
 def main() -> None:
-    """Run the whole check and print what was found, on rank 0."""
+    """Run the whole check, and print the results on rank 0."""
     with init(seed=0) as world:
         _check_sum(world)
         world.print(f"a sum over {world.world_size} ranks: right")
@@ -42,12 +42,12 @@ def main() -> None:
 def choose_pairs(nodes: list[int], limit: int = _MAX_PAIRS) -> list[tuple[int, int]]:
     """Choose the pairs of ranks to measure. Pure.
 
-    All of them where that is few; else one rank of every node with one of every other, and neighbours on each node,
-    as many as the limit allows.
+    All pairs if there are few. Else one rank of every node with one of every other node, and neighbours on each node,
+    up to the limit.
 
     Args:
-        nodes: The node of each rank, as a number.
-        limit: How many pairs at most.
+        nodes: By rank, the number of its node.
+        limit: The largest number of pairs.
     """
     every = list(itertools.combinations(range(len(nodes)), 2))
     if len(every) <= limit:
@@ -77,7 +77,7 @@ def _check_sum(world: World) -> None:
 
 
 def _check_step(world: World) -> None:
-    """Compare a step on shares of a batch with one on the whole batch."""
+    """Compare a training step on the ranks' shares of a batch with one on the whole batch."""
     batch = torch.randn(8 * world.world_size, 16, generator=torch.Generator().manual_seed(1), device="cpu")
 
     def build() -> torch.nn.Module:
@@ -128,7 +128,7 @@ def _measure_pairs(world: World) -> None:
 
 
 def measure(transport: Transport, device: torch.device) -> tuple[float, str]:
-    """Seconds of a large all-reduce, and a line with latency and bandwidth. Collective among the transport's ranks."""
+    """(seconds of a 16 MiB all-reduce, a line with latency and bandwidth). Collective among the transport's ranks."""
     small = transport.allocate(_SMALL_NUMEL, dtype=torch.float32, device=device).zero_()
     large = transport.allocate(_LARGE_NUMEL, dtype=torch.float32, device=device).zero_()
 

@@ -1,4 +1,4 @@
-"""Where a call runs: on which ranks, in which loops, how often. Followed through the script's own functions."""
+"""On which ranks, in which loops and how often calls run, followed through the script's own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenstep.tools.reading.program import read_program
 from evenstep.tools.reading.tree import Call, File, Frame, Function, Loop, dotted, shortened, text_of
 from evenstep.tools.reading.values import NOTHING, Flow, Value, Values
 
-# Words of a condition that may well depend on the rank, though what it compares isn't known.
+# A condition with such words may depend on the rank, even if the values that it compares aren't known.
 _RANKISH = re.compile(
     r"(?i)rank|is_?main|main_?process|is_?master|master_?process|primary|chief|global_zero|process_index|verbose|\bmaster\b"
     r"|\bgpu\b|is_?first|world_size *==|== *world_size|should_(?:log|save|print)"
@@ -28,7 +28,7 @@ _UNSEEN = ("batch", "parameters", "part", "passed", "function", "class")  # kind
 _SEEN_AS = {"iterator": "loader", "writer": "tracker", "items": "tuple"}
 _SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
 _LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
-_MOST_UNKNOWN = 4  # pieces of code that the answer names
+_MOST_UNKNOWN = 4  # reported pieces of code that aren't understood
 OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
 
 
@@ -36,7 +36,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _once(meanwhile: Any) -> Callable[[_Method], _Method]:
-    """Keep what a method of `Script` answers. Where its answer asks for itself again, it gets `meanwhile`."""
+    """Cache the results of a method of `Script`. A recursive call with the same arguments gets `meanwhile`."""
 
     def kept(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -53,7 +53,7 @@ def _once(meanwhile: Any) -> Callable[[_Method], _Method]:
 
 
 class Script:
-    """A script that was read: its files, what its names stand for, and where its calls run."""
+    """A parsed script: its files, what its names stand for, and where its calls run."""
 
     def __init__(self, path: Path) -> None:
         self.files, modules, self.notes = read_program(path)
@@ -69,18 +69,18 @@ class Script:
         for node, calls in self.flow.calls.items():
             function = self.flow.own_functions[node]
             for call in (self.flow.records[each] for each in calls):
-                if function.name != "forward" or call.last == "forward":  # which the model calls
+                if function.name != "forward" or call.last == "forward":  # `model(x)` isn't one
                     self.called_from.setdefault(function, []).append(call)
                     self._targets.setdefault(call, []).append(function)
 
     # --- what names stand for ---
 
     def values(self, node: cst.CSTNode | None, frame: Frame) -> Values:
-        """What an expression may stand for, of the kinds that rules ask for.
+        """What an expression may stand for, in the kinds that rules use.
 
-        A kind is as in the flow, but "loader" also of what passes its batches on, "tracker" of all that writes,
-        "tuple" and "dict" of items, "model" and "instance" of objects, or "stream", "dataset", "own sampler",
-        "sampler" and "own loader" of those whose class derives from one.
+        Kinds are those of `Value`, with these differences. An "iterator" is a "loader", a "writer" a "tracker", and
+        "items" are a "tuple" or "dict". An "object" is a "model", a "stream", a "dataset", a "sampler", an "own
+        sampler" or an "own loader" by the base of its class, or else an "instance".
         """
         if node is None or (isinstance(node, cst.Name) and node.value == "self"):
             return NOTHING
@@ -88,32 +88,32 @@ class Script:
         return self._as_seen(self.flow.of(node))
 
     def parts(self, values: Values) -> Values:
-        """Values, and those that tuples and dictionaries among them hold."""
+        """Values, and the values in the tuples and dictionaries among them, however deep."""
         found = [*values]
-        for each in found:  # which grows
+        for each in found:  # the list grows
             inside = NOTHING.union(*self._items(each)) if each.kind in ("tuple", "dict") else NOTHING
             found += inside.difference(found)
         return frozenset(found)
 
     def makers(self, values: Iterable[Value], *kinds: str) -> list[Call]:
-        """The calls that make values, those of some kinds only if any are named."""
+        """The calls that make values; with `kinds`, only values of these kinds."""
         sites = {each.site: None for each in values if not kinds or each.kind in kinds}
         return [self.flow.records[each] for each in sites if isinstance(each, cst.Call)]
 
     def kinds(self, node: cst.CSTNode | None, frame: Frame) -> set[str]:
-        """The kinds of what an expression may stand for."""
+        """The kinds of the values that an expression may stand for."""
         return {each.kind for each in self.values(node, frame)}
 
     def kinds_made(self, call: Call) -> set[str]:
-        """The kinds of what a call returns."""
+        """The kinds of the values that a call may return."""
         return self.kinds(call.node, call.frame)
 
     def receiver_kinds(self, call: Call) -> set[str]:
-        """The kinds of what a method is called on."""
+        """The kinds of the object whose method is called."""
         return self.kinds(call.receiver, call.frame)
 
     def record(self, node: cst.Call) -> Call | None:
-        """The record of a call node."""
+        """The record of a call node, or None."""
         return self.flow.records.get(node)
 
     def functions_of(self, call: Call) -> list[Function]:
@@ -152,58 +152,58 @@ class Script:
         return [text_of(node) for file, node in nodes if not isinstance(file.parent(node), cst.Expr)]
 
     def uses(self, *names: str) -> bool:
-        """True if the code has such a name or attribute."""
+        """Whether the code has one of these names or attributes."""
         return any(not file.used.isdisjoint(names) for file in self.files)
 
     def named(self, *names: str) -> list[Call]:
-        """Calls of such resolved names, or of such last parts when a name begins with a dot."""
+        """The calls of these full names; a name that begins with a dot matches the last part only."""
         full, last = {each for each in names if each[0] != "."}, {each[1:] for each in names if each[0] == "."}
         return [call for call in self.calls if call.name in full or call.last in last]
 
     def imports(self, package: str) -> bool:
-        """True if a file imports a package or something of it."""
+        """Whether a file of the script imports a package or something of it."""
         return any(each.partition(".")[0] == package for file in self.files for each in file.imports.values())
 
     @functools.cached_property
     def starts_ranks(self) -> bool:
-        """True if the script starts ranks of its own, from functions."""
+        """Whether the script itself starts processes that run a function, for example by `spawn`."""
         return bool(self.named(".spawn", ".Process", ".launch", ".notebook_launcher"))
 
     @functools.cached_property
     def uses_accelerate(self) -> bool:
-        """True if the script makes an Accelerator."""
+        """Whether the script makes an Accelerator."""
         return bool(self.named("accelerate.Accelerator"))
 
     @functools.cached_property
     def uses_fabric(self) -> bool:
-        """True if the script makes a Fabric."""
+        """Whether the script makes a Fabric."""
         return any("fabric" in self.kinds_made(call) for call in self.named(".Fabric"))
 
     @functools.cached_property
     def uses_evenstep(self) -> bool:
-        """True if the script joins a world of ours."""
+        """Whether the script calls `evenstep.init` or wraps a model in evenstep's DistributedDataParallel."""
         return bool(self.named("evenstep.init", "evenstep.DistributedDataParallel"))
 
     @functools.cached_property
     def uses_torch_distributed(self) -> bool:
-        """True if the script makes a process group, or wraps a model, with torch's own names."""
+        """Whether the script makes a process group or wraps a model with torch's own classes."""
         names = ("torch.nn.parallel.DistributedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel")
         return bool(self.named("torch.distributed.init_process_group", *names, "torch.distributed.fsdp.fully_shard"))
 
     @functools.cached_property
     def is_distributed(self) -> bool:
-        """True if several ranks run the script."""
+        """Whether several ranks run the script."""
         return self.uses_torch_distributed or self.uses_accelerate or self.uses_fabric or self.uses_evenstep
 
     @functools.cached_property
     def communicates(self) -> bool:
-        """True if the script names anything that communicates between ranks, also what rules know nothing of."""
+        """Whether the script names anything that communicates between ranks, even if no rule knows it."""
         names = {each for file in self.files for each in file.imports.values()} | {call.name for call in self.calls}
         return any(name.partition(".")[0] in _LIBRARIES or name.startswith(_OF_TORCH) for name in names)
 
     @functools.cached_property
     def uses_gpus(self) -> bool:
-        """True if tensors may lie on a GPU."""
+        """Whether tensors may lie on a GPU."""
         if self.uses_accelerate or self.uses_fabric:
             makers = self.named("accelerate.Accelerator", ".Fabric")
             chosen = [text_of(call.argument(each)) for call in makers for each in ("cpu", "accelerator")]
@@ -216,10 +216,11 @@ class Script:
     # --- whether it runs at all ---
 
     def is_reached(self, frame: Frame) -> bool:
-        """False of what a module that is only imported never runs for the script, as far as calls can be followed.
+        """Whether the script may run the code in a frame, as far as calls can be followed.
 
-        All that stands in the script's own file counts as reached. In another one, what its `__main__` block runs
-        doesn't, nor a function that nothing reached calls. Methods that python or torch call come with their object.
+        All code in the script's own file counts as reached. In an imported module, the `__main__` block isn't reached,
+        nor is a function that no reached code calls. `forward` and methods such as `__len__`, which torch and python
+        call, are reached if `__init__` is.
         """
         if frame.file is self.files[0]:
             return True
@@ -242,7 +243,7 @@ class Script:
 
     @functools.cached_property
     def unreached_lines(self) -> frozenset[tuple[File, int]]:
-        """Lines with calls or loops of which none is reached."""
+        """The lines with calls or loops, none of which is reached."""
         frames = [(each.frame, each.line) for each in self.calls] + [(each.frame, each.line) for each in self.loops]
         lines = {(frame.file, line) for frame, line in frames if not self.is_reached(frame)}
         return frozenset(lines - {(frame.file, line) for frame, line in frames if self.is_reached(frame)})
@@ -250,23 +251,23 @@ class Script:
     # --- on which ranks ---
 
     def some_ranks_only(self, frame: Frame) -> bool:
-        """True if what stands in a frame surely runs on some ranks only, when there are several."""
+        """Whether the code in a frame certainly runs on some ranks only, if there are several."""
         return self._is_partial(frame, surely=True)
 
     def perhaps_some_ranks_only(self, frame: Frame) -> bool:
-        """True if it may be meant for some ranks only: a condition around it looks as if."""
+        """Whether the code in a frame may run on some ranks only: a condition around it seems to depend on the rank."""
         return self._is_partial(frame, surely=False)
 
     def condition_of(self, frame: Frame) -> Frame | None:
-        """The innermost `if` around a frame that holds on some ranks only."""
+        """The innermost `if` branch around a frame that runs on some ranks only."""
         return next((each for each in frame.outwards() if each.kind == "if" and self._splits(each)), None)
 
     def _splits(self, frame: Frame) -> bool:
-        """True if a branch of an `if` surely runs on some ranks only."""
+        """Whether a branch of an `if` certainly runs on some ranks only."""
         return self._on_some(frame.test, frame, frame.holds)
 
     def _on_some(self, test: cst.CSTNode | None, frame: Frame, holds: bool) -> bool:
-        """True if `test` has the value `holds` on some ranks only, never on all."""
+        """Whether `test` has the truth value `holds` on some ranks only, never on all."""
         match test:
             case cst.UnaryOperation() if isinstance(test.operator, cst.Not) and not self.kinds(
                 test.expression, frame
@@ -294,7 +295,7 @@ class Script:
         function = frame.function
         return function is not None and self._function_is_partial(function, surely)
 
-    @_once(False)  # recursion says nothing
+    @_once(False)  # a recursive call decides nothing
     def _function_is_partial(self, function: Function, surely: bool) -> bool:
         if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
             return True
@@ -309,9 +310,9 @@ class Script:
 
     @_once(None)
     def loops_around(self, frame: Frame) -> list[Loop]:
-        """The loops that a frame lies in, innermost first; those of its function's callers, too."""
+        """The loops around a frame, innermost first, then the loops around the calls of its function."""
         found, functions, pending = dict[Loop, None](), set[Function](), [frame]
-        for each in pending:  # which grows
+        for each in pending:  # the list grows
             found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
             if each.function is not None and each.function not in functions:
                 functions.add(each.function)
@@ -319,7 +320,7 @@ class Script:
         return list(found)
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
-        """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
+        """The conditions between a frame and a loop around it, on the call path with the fewest; None if no path."""
         ifs: list[Frame] = []
         for each in frame.outwards():
             if each is loop.frame:
@@ -329,14 +330,14 @@ class Script:
         way = self._way_to(frame.function, loop) if frame.function is not None else None
         return None if way is None else ifs + way
 
-    @_once(None)  # recursion is no way
+    @_once(None)  # a recursive call is no path
     def _way_to(self, function: Function, loop: Loop) -> list[Frame] | None:
         ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
         return min((way for way in ways if way is not None), key=len, default=None)
 
     @functools.cached_property
     def step_calls(self) -> list[Call]:
-        """Calls that make an optimizer step."""
+        """The calls that make an optimizer step, also through a gradient scaler."""
         found = []
         for call in self.calls:
             if call.last != "step" or call.receiver is None:
@@ -353,7 +354,7 @@ class Script:
 
     @functools.cached_property
     def backward_calls(self) -> list[Call]:
-        """Calls that run a backward pass."""
+        """The calls that run a backward pass."""
         return [
             call
             for call in self.calls
@@ -362,13 +363,13 @@ class Script:
 
     @functools.cached_property
     def step_loops(self) -> list[Loop]:
-        """The innermost loops around optimizer steps: one round is a step, or a micro-batch of one."""
+        """The innermost loops around optimizer steps: one iteration is a step or a micro-batch."""
         around = [self.loops_around(call.frame) for call in self.step_calls]
         innermost = [[loop for loop in loops if not self._is_over_objects(loop)][:1] for loops in around]
         return list(dict.fromkeys(loop for loops in innermost for loop in loops))
 
     def _is_over_objects(self, loop: Loop) -> bool:
-        """True of `for optimizer in optimizers`."""
+        """Whether a loop goes through optimizers, schedulers or parameters, as `for optimizer in optimizers` does."""
         text = text_of(loop.iterates)
         if self.kinds(loop.iterates, loop.frame) & {"tuple", "dict"}:
             return True
@@ -376,12 +377,12 @@ class Script:
 
     @functools.cached_property
     def training_loops(self) -> list[Loop]:
-        """All loops around an optimizer step, and those over data inside of them."""
+        """The loops around optimizer steps and around backward passes."""
         calls = [*self.step_calls, *self.backward_calls]
         return list(dict.fromkeys(loop for call in calls for loop in self.loops_around(call.frame)))
 
     def loaders_of(self, loop: Loop) -> Values:
-        """The loaders that a loop reads: those it iterates, or takes the next batch of."""
+        """The loaders that a loop reads: those that it iterates over, and those in its calls of `next`."""
         found = set(self._iterated(loop.iterates, loop.frame))
         for call in self.calls:
             if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
@@ -389,9 +390,10 @@ class Script:
         return frozenset(found)
 
     def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> Values:
-        """The loaders behind an iterated expression, also inside `zip(...)` and the like.
+        """The loaders behind an iterated expression, also those inside `zip(...)` and similar calls.
 
-        Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
+        A call such as `log.every(loader)` counts as the loader passed here. The values that the function yields come
+        from all its callers.
         """
         arguments = [each.value for each in node.args] if isinstance(node, cst.Call) else []
         given = NOTHING.union(*(self._iterated(each, frame) for each in arguments))
@@ -399,12 +401,12 @@ class Script:
 
     @functools.cached_property
     def training_loaders(self) -> Values:
-        """Loaders whose batches are trained on."""
+        """The loaders whose batches the script trains on."""
         return frozenset(each for loop in self.training_loops for each in self.loaders_of(loop))
 
     @functools.cached_property
     def evaluation_loops(self) -> list[Loop]:
-        """Loops over a loader in which nothing is trained. A generator that passes batches on isn't one."""
+        """The loops over a loader without a training step or backward pass. Loops of generators don't count."""
         return [
             loop
             for loop in self.loops
@@ -416,7 +418,7 @@ class Script:
 
     @functools.cached_property
     def looked(self) -> Looked:
-        """What was looked at, and what wasn't understood of it."""
+        """What doctor examined in the script, and the code that it didn't understand."""
         made = [(call, kind) for call in self.calls for kind in self._kinds_itself(call)]
         loaders, wrapped = ({id(call) for call, each in made if each == kind} for kind in ("loader", "wrapped"))
         starred = [
@@ -435,7 +437,7 @@ class Script:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What a run of the script is judged by."""
+        """Facts of the source by which a run of the script is judged."""
         guarded = {
             (str(call.frame.file.source.path.absolute()), call.line)
             for call in self.calls
@@ -444,7 +446,7 @@ class Script:
         return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
 
     def _kinds_itself(self, call: Call) -> set[str]:
-        """The kinds of what a call itself makes, alone or in a tuple."""
+        """The kinds of the values that the call itself makes, alone or in a tuple."""
         made = self.parts(self.values(call.node, call.frame))
         return {each.kind for each in made if each.site is call.node}
 
@@ -453,7 +455,7 @@ class Script:
 
 
 def _iterated_name(node: cst.CSTNode | None) -> str:
-    """The name behind `enumerate(tqdm(loader))`."""
+    """The name inside nested calls: "loader" for `enumerate(tqdm(loader))`."""
     while isinstance(node, cst.Call):
         if not node.args:
             return ""

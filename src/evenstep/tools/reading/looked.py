@@ -1,4 +1,4 @@
-"""What was looked at in a script, and what its run is judged by. Pure."""
+"""What doctor examined in a script, and the facts by which it judges a run. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from evenstep.checks import counted
 
 @dataclass(frozen=True)
 class Looked:
-    """What was looked at.
+    """What doctor examined in a script.
 
     Attributes:
-        is_distributed: Several ranks run the script, by calls that the rules know.
-        communicates: It names something that communicates between ranks, known to the rules or not.
-        num_loaders, num_wrapped: Calls that make loaders, and that wrap models.
-        unknown: (text, line) of what wasn't understood, about which rules are silent.
+        is_distributed: Several ranks run the script, judging by calls that the rules know.
+        communicates: The script names something that communicates between ranks, known to the rules or not.
+        num_loaders, num_wrapped: The number of calls that make loaders, and of calls that wrap models.
+        unknown: (text, line) of code that wasn't understood. Rules report nothing about it.
     """
 
     is_distributed: bool = True
@@ -33,12 +33,12 @@ class Looked:
 
 @dataclass(frozen=True)
 class Facts:
-    """What reading knows of a script that its run is judged by.
+    """Facts of a script's source by which its run is judged.
 
     Attributes:
-        guarded: (absolute path, line) of calls around which a condition looks like a rank's; None: not known.
+        guarded: (absolute path, line) of calls inside a condition that may depend on the rank. None: not known.
         uses_gpus: Tensors may lie on a GPU.
-        syncs_norms: Batch normalisation is made to take its statistics of all ranks.
+        syncs_norms: The script names `SyncBatchNorm` or its conversion: batch norm may use statistics of all ranks.
     """
 
     guarded: Collection[tuple[str, int]] | None = None

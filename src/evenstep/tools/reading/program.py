@@ -1,4 +1,4 @@
-"""A script and the modules that it takes names from, file by file."""
+"""A script and its own modules that it imports from, file by file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.tools.reading.tree import File
 
 MOST_NESTING = 300
 _MOST_CALLS = 5_000  # LibCST takes some ten calls for a level of nesting
-# How many modules are read that a script imports; nobody would wait for more.
+# At most so many files, and lines in all of them, are read: nobody would wait for more.
 MOST_FILES = 20
 MOST_LINES = 10_000
 
@@ -26,7 +26,7 @@ def read_file(path: Path, module_name: str = "", most_lines: int | None = None) 
     """Read and parse one file.
 
     Raises:
-        ConfigurationError: It can't be read, is not python, or has more lines than `most_lines`.
+        ConfigurationError: The file can't be read, is not python, or has more lines than `most_lines`.
     """
     source = read_source(path)
     if most_lines is not None and source.text.count("\n") > most_lines:
@@ -35,18 +35,18 @@ def read_file(path: Path, module_name: str = "", most_lines: int | None = None) 
 
 
 def parse(source: Source, content: str | bytes) -> cst.Module:
-    """Parse the text of a file, or its bytes where line ends and encoding are to be kept.
+    """Parse the text of a file, or its bytes to keep its line ends and encoding.
 
-    Python comes first: it says more of a mistake, and LibCST's parser recurses in native code, so that thousands of
-    parentheses overflow the stack and end the process.
+    Python's own parser comes first, for two reasons. It explains a syntax error better. And LibCST's parser recurses
+    in native code, where thousands of nested parentheses would overflow the stack and end the process.
 
     Raises:
-        ConfigurationError: It is not python, or nested too deeply.
+        ConfigurationError: The text is not python, or is nested too deeply.
     """
     path = source.path
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the script: invalid escapes, `is` with a literal
+            warnings.simplefilter("ignore")  # about the script: invalid escapes, `is` with a literal
             level: list[ast.AST] = [ast.parse(content)]
         for _ in range(MOST_NESTING + 1):
             level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -61,7 +61,7 @@ def parse(source: Source, content: str | bytes) -> cst.Module:
     except cst.ParserSyntaxError as error:
         message = error.message.splitlines()[0]
         raise ConfigurationError(f"{_told(source, error.raw_line)}: LibCST can't read this: {message}") from error
-    except (RecursionError, MemoryError) as error:  # whose words differ between versions of python
+    except (RecursionError, MemoryError) as error:  # their messages differ between versions of python
         raise ConfigurationError(
             f"{path}: statements or expressions are nested more than {MOST_NESTING} deep, too deeply to be read."
         ) from error
@@ -71,10 +71,10 @@ def parse(source: Source, content: str | bytes) -> cst.Module:
 
 @contextlib.contextmanager
 def recursing(path: Path) -> Iterator[None]:
-    """Let what follows a script's expressions and calls recurse as deeply as `MOST_NESTING` needs.
+    """Raise python's recursion limit so that code can follow expressions nested `MOST_NESTING` deep.
 
     Raises:
-        ConfigurationError: It goes deeper all the same.
+        ConfigurationError: The script's expressions or calls are nested more deeply still.
     """
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, _MOST_CALLS))
@@ -92,10 +92,10 @@ def _told(source: Source, line: int) -> str:
 
 
 def read_program(path: Path) -> tuple[list[File], dict[str, File], list[str]]:
-    """Read a script, and of its own modules those that something is taken from, from module to module.
+    """Read a script and those of its own modules whose names it uses, directly or through other modules.
 
     Returns:
-        (files, the script first; modules by the names under which they are imported; notes about what wasn't read).
+        (files, the script first; modules by the names under which they are imported; notes on modules not read).
     """
     folders = [path.parent]
     while (folders[-1] / "__init__.py").is_file():  # a script inside a package: `from package.data import ...`
@@ -105,8 +105,8 @@ def read_program(path: Path) -> tuple[list[File], dict[str, File], list[str]]:
     files, modules, notes = [script], {}, []
     read = {path.resolve(): script}
     num_lines = script.source.text.count("\n")
-    asked: set[str] = set()  # what is taken from modules, which may pass it on from others
-    for file in files:  # which grows
+    asked: set[str] = set()  # names used from modules, which may have imported them from other modules
+    for file in files:  # the list grows
         asked |= {file.imports[local] for local in file.used & file.imports.keys()}
         asked |= {file.qualified(node) or "" for node in file.nodes if type(node) is cst.Attribute}
         itself = file.module_name.removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""The text of a script: a file or a notebook, in its encoding, with the places that a person would name."""
+"""The text of a script: a file or a notebook, decoded, with lines and cells as a user counts them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _IGNORE = re.compile(r"#\s*evenstep:\s*ignore(?:\[([^\]]*)\])?")
 
 @dataclass(frozen=True)
 class Source:
-    """One file of python.
+    """The text of one python file or notebook.
 
     Attributes:
-        path: As the user named it, or relative to it.
-        text: With `\\n` at the ends of lines; of a notebook the code of all cells, one after the other.
-        cells: The first line in `text` of each code cell of a notebook, with the cell's number; else empty.
-        ignored: By line, the rules that a comment of that line switches off; an empty set is all of them.
+        path: The path as the user wrote it; that of an imported module begins with the script's folder.
+        text: The code with `\\n` at the ends of lines. For a notebook, the code of all cells, one after the other.
+        cells: For each code cell of a notebook, its first line in `text` and its number. Empty for other files.
+        ignored: By line, the rules that a comment on that line switches off. An empty set stands for all rules.
     """
 
     path: Path
@@ -30,7 +30,7 @@ class Source:
     ignored: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def place(self, line: int) -> tuple[int, int | None]:
-        """(line, cell) as a person counts them, of a line of `text`."""
+        """Convert a line of `text` to (line, cell) as a user counts them; the cell is None in a file."""
         for start, number in reversed(self.cells):
             if line >= start:
                 return line - start + 1, number
@@ -41,7 +41,7 @@ def read_source(path: Path) -> Source:
     """Read a script or notebook.
 
     Raises:
-        ConfigurationError: As `read_script` and `encoding_of`; or it is no notebook of format 4.
+        ConfigurationError: The errors of `read_script` and `encoding_of`, or the file is no notebook of format 4.
     """
     data = read_script(path)
     return _notebook(path, data) if path.suffix == ".ipynb" else _source(path, data.decode(encoding_of(data, path)))
@@ -72,7 +72,7 @@ def _notebook(path: Path, data: bytes) -> Source:
 
 
 def _python_of(cell: str) -> list[str]:
-    """The lines of a cell with `%magic`, `!command` and `name?` left out, each replaced by a line that does nothing."""
+    """The lines of a cell, with each `%magic`, `!command` and `name?` replaced by `pass`."""
     lines = cell.splitlines()
     if lines and lines[0].startswith("%%") and not lines[0].startswith(("%%time", "%%capture")):
         return ["pass" for _ in lines]  # a cell in another language

@@ -1,8 +1,8 @@
-"""One file as LibCST reads it: nodes in the order of the text, what each stands in, and what binds names.
+"""One file as LibCST parses it: nodes in the order of the text, their frames, and what binds names.
 
-A *frame* is what a node stands in: a function, a class, a loop, a branch of an `if`, a `with`. After
-`if rank != 0: return` the rest of the block stands in the other branch of that `if`. One walk finds the frames of all
-nodes; what rules ask about (calls, assignments, loops, functions) are records made from the nodes when asked for.
+A *frame* is what encloses a node: a function, a class, a loop, a branch of an `if`, a `with`. After
+`if rank != 0: return` the rest of the block is in the other branch of that `if`. One walk finds the frames of all
+nodes. The calls, assignments, loops and functions that rules examine are records, made from the nodes on first use.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Node = cst.CSTNode
 Statement = cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.BaseCompoundStatement
 
 _EMPTY = cst.Module([])
-# What `from module import *` brings, as far as it matters here.
+# The names that `from module import *` brings, as far as they matter here.
 _STARRED = {"torch.utils.data": ("DataLoader", "TensorDataset", "IterableDataset"), "tqdm": ("tqdm", "trange")}
-# Parts in the order of the text, where LibCST declares them in another one. Imports are read whole.
+# The parts of nodes whose fields LibCST declares in another order than that of the text. Imports are read whole.
 _PARTS: dict[type[Node], tuple[str, ...]] = {
     cst.FunctionDef: ("decorators", "name", "params", "returns", "body"),
     cst.ClassDef: ("decorators", "name", "bases", "keywords", "body"),
@@ -51,12 +51,12 @@ _NO_PARTS |= {"first_colon", "second_colon", "asynchronous", "star", "colon", "s
 
 @functools.lru_cache(1 << 16)
 def text_of(node: Node | None) -> str:
-    """A node as it is written."""
+    """The source text of a node; "" for None."""
     return "" if node is None else str(_EMPTY.code_for_node(node)).strip()
 
 
 def dotted(node: Node | None) -> str:
-    """`a.b.c` of names and attributes; a subscript's value counts for it; "" for anything else."""
+    """The dotted name of a name or attribute, `a.b.c`. `a[0]` counts as `a`. "" for any other expression."""
     match node:
         case cst.Name():
             return str(node.value)
@@ -75,7 +75,7 @@ def shortened(text: str, length: int = 100) -> str:
 
 
 def leaves(suite: Node) -> bool:
-    """True if a block ends by leaving: return, raise, continue, break or sys.exit()."""
+    """Whether a block ends with `return`, `raise`, `continue`, `break` or `sys.exit()`."""
     body = getattr(suite, "body", ())
     if not body:
         return False
@@ -88,7 +88,7 @@ def leaves(suite: Node) -> bool:
 
 
 def target_names(target: Node) -> list[cst.Name]:
-    """The names that a target binds: alone, or in a tuple."""
+    """The names that a target binds, alone or in a tuple."""
     match target:
         case cst.Name():
             return [target]
@@ -101,13 +101,13 @@ def target_names(target: Node) -> list[cst.Name]:
 
 @dataclass(eq=False)
 class Frame:
-    """What a node stands in; frames are linked from the innermost outwards.
+    """What encloses a node. Frames are linked from the innermost outwards.
 
     Attributes:
         kind: "module", "class", "function", "lambda", "loop", "if", "with", "try" or "except".
         parent: The next frame outwards.
-        function: The function that it lies in; None at the top level.
-        node: The statement or expression.
+        function: The function that the frame belongs to; None at the top level.
+        node: The statement or expression that makes the frame.
         test: The condition of an `if` or `while`.
         holds: True in the branch of an `if` where the condition holds.
     """
@@ -126,7 +126,7 @@ class Frame:
         return self.file.line(self.node) if isinstance(self.node, cst.If) else 0
 
     def outwards(self) -> Iterator[Frame]:
-        """This frame and those around it, as far as the function or module it lies in."""
+        """This frame and those around it, up to that of its function or module."""
         frame: Frame | None = self
         while frame is not None and frame.function is self.function:
             yield frame
@@ -135,50 +135,50 @@ class Frame:
 
 @dataclass(eq=False)
 class Call:
-    """One call. `name` has import aliases resolved: "torch.nn.parallel.DistributedDataParallel", "optimizer.step"."""
+    """One call. `name` has import aliases resolved, as in "torch.nn.parallel.DistributedDataParallel"."""
 
     node: cst.Call
     frame: Frame
 
     @functools.cached_property
     def name(self) -> str:
-        """What is called, with import aliases resolved; "" for what has no name."""
+        """The dotted name of the called function, with import aliases resolved; "" if it has none."""
         return self.frame.file.full_name(self.node.func)
 
     @functools.cached_property
     def last(self) -> str:
-        """The name behind the last dot."""
+        """The last name of the called expression, "step" for `make().step()`; "" if it ends with no name."""
         if self.name:
             return self.name.rpartition(".")[2]
         return str(self.node.func.attr.value) if isinstance(self.node.func, cst.Attribute) else ""
 
     @functools.cached_property
     def line(self) -> int:
-        """Where it begins, from 1."""
+        """The line on which the call begins, from 1."""
         return self.frame.file.line(self.node)
 
     @property
     def column(self) -> int:
-        """Where it begins, from 1."""
+        """The column in which the call begins, from 1."""
         return self.frame.file.column(self.node)
 
     @property
     def receiver(self) -> Node | None:
-        """What stands before the last dot."""
+        """The expression before the last dot of the called function: the object of a method call."""
         return self.node.func.value if isinstance(self.node.func, cst.Attribute) else None
 
     @property
     def text(self) -> str:
-        """As it is written, on one line, shortened."""
+        """The source text of the call, on one line, shortened."""
         return shortened(text_of(self.node))
 
     def positional(self, index: int) -> Node | None:
-        """The value of a positional argument."""
+        """The value of a positional argument; None if there are fewer."""
         plain = [each for each in self.node.args if each.keyword is None and not each.star]
         return plain[index].value if index < len(plain) else None
 
     def argument(self, keyword: str, index: int | None = None) -> Node | None:
-        """The value of a keyword argument, or of a positional one."""
+        """The value of a keyword argument, or else of the positional one at `index`; None if neither is passed."""
         for each in self.node.args:
             if each.keyword is not None and each.keyword.value == keyword:
                 return each.value
@@ -191,13 +191,13 @@ class Call:
 
     @property
     def has_star(self) -> bool:
-        """True if arguments are passed that can't be read: `*args`, `**kwargs`."""
+        """Whether the call passes `*args` or `**kwargs`, whose values can't be read."""
         return any(each.star for each in self.node.args)
 
 
 @dataclass(eq=False)
 class Assignment:
-    """`target = value`; also of `with value as target` and, with `each`, of `for target in value`."""
+    """`target = value`, `with value as target`, or `for target in value` (then `each` is true)."""
 
     target: Node
     value: Node
@@ -207,36 +207,36 @@ class Assignment:
 
     @functools.cached_property
     def line(self) -> int:
-        """Where it begins, from 1."""
+        """The line on which the statement begins, from 1."""
         return self.frame.file.line(self.statement)
 
     @property
     def each(self) -> bool:
-        """True of a loop, which assigns each of the values."""
+        """Whether the assignment is a loop's, which assigns the elements of `value` one by one."""
         return isinstance(self.statement, cst.For | cst.CompFor)
 
 
 @dataclass(eq=False)
 class Loop:
-    """A `for` or `while`; a comprehension's too. `frame` is that of its body."""
+    """A `for` or `while` loop, or the `for` of a comprehension. `frame` is the frame of its body."""
 
     node: cst.For | cst.While | cst.CompFor
     frame: Frame
 
     @functools.cached_property
     def line(self) -> int:
-        """Where it, or its comprehension, begins, from 1."""
+        """The line on which the loop or its comprehension begins, from 1."""
         return self.frame.file.line(self.frame.node or self.node)
 
     @property
     def iterates(self) -> Node | None:
-        """What it goes through; None of a `while`."""
+        """The iterated expression; None for a `while`."""
         return None if isinstance(self.node, cst.While) else self.node.iter
 
 
 @dataclass(eq=False)
 class Class:
-    """A class."""
+    """A class of the script; `methods` are those of its own body, by name."""
 
     node: cst.ClassDef
     file: File
@@ -248,7 +248,7 @@ class Class:
 
 @dataclass(eq=False)
 class Function:
-    """A function or method. `frame` is what it is defined in."""
+    """A function or method. `frame` is the frame that it is defined in."""
 
     node: cst.FunctionDef
     file: File
@@ -262,51 +262,51 @@ class Function:
 
     @functools.cached_property
     def line(self) -> int:
-        """The line of its name."""
+        """The line of the function's name."""
         return self.file.line(self.node.name)
 
     @functools.cached_property
     def is_bound(self) -> bool:
-        """True of a method whose first parameter is its object."""
+        """Whether this is a method that isn't static: its first parameter is its object or class."""
         return self.cls is not None and "staticmethod" not in self.decorators
 
     @property
     def is_nested(self) -> bool:
-        """True of a function within another one, or within a block."""
+        """Whether the function is defined within another one, or within a block."""
         return self.frame.kind not in ("module", "class")
 
     @functools.cached_property
     def returns(self) -> list[Node]:
-        """The expressions that it returns."""
+        """The expressions that the function returns."""
         inside = [each for each in self.file.inside(self.node.body) if isinstance(each, cst.Return)]
         return [each.value for each in inside if each.value is not None and self.file.function(each) is self.node]
 
     @functools.cached_property
     def yields(self) -> list[cst.Yield]:
-        """Where a generator yields."""
+        """The `yield` expressions of the function."""
         inside = [each for each in self.file.inside(self.node.body) if isinstance(each, cst.Yield)]
         return [each for each in inside if self.file.function(each) is self.node]
 
     @functools.cached_property
     def decorators(self) -> tuple[str, ...]:
-        """Their names, with import aliases resolved."""
+        """The names of the decorators, with import aliases resolved."""
         named = [each.decorator for each in self.node.decorators]
         return tuple(self.file.full_name(each.func if isinstance(each, cst.Call) else each) for each in named)
 
 
 class File:
-    """One file. Nodes compare by identity.
+    """One parsed file. Nodes compare by identity.
 
     Attributes:
-        module: The tree.
-        source: Its text; None of a tree that is read for itself.
-        module_name: The dotted name by which others import it, and so its own relative imports begin.
-        nodes: All nodes in the order of the text, but whitespace, punctuation and what stands in imports.
-        frames: What each node stands in.
-        imports: By name in this file, what was imported.
-        has_stars: Names may come from a module, all of whose names are imported.
-        taken: (module, name in this file that stands for it or for something of it); "*" for all of its names.
-        bindings: By function (None: the module), what each name is bound by: the target's node, in order.
+        module: The syntax tree.
+        source: The text; an empty one for a tree that was parsed without a file.
+        module_name: The dotted name by which others import this file; its relative imports start from it.
+        nodes: All nodes in the order of the text, without whitespace, punctuation and the insides of imports.
+        frames: By node, its innermost frame.
+        imports: By name in this file, the full name of what was imported.
+        has_stars: Some names may come from `from module import *`.
+        taken: (module, the name in this file for the module or for something of it). The name is "*" for all of it.
+        bindings: By function (None: the module) and name, the nodes that bind the name, in order.
     """
 
     def __init__(self, module: cst.Module, source: Source | None = None, module_name: str = "") -> None:
@@ -332,18 +332,18 @@ class File:
     # ------------------------------------------------------------------ places
 
     def parent(self, node: Node) -> Node | None:
-        """The node around this one; None of the module."""
+        """The node directly around another; None for the module."""
         return self._parents.get(node)
 
     def ancestors(self, node: Node) -> Iterator[Node]:
-        """From the parent to the module."""
+        """The nodes around a node, from its parent to the module."""
         above = self._parents.get(node)
         while above is not None:
             yield above
             above = self._parents.get(above)
 
     def order(self, node: Node) -> int:
-        """Where a node begins, counted in nodes."""
+        """The index of a node in `nodes`."""
         return self._order[node]
 
     @functools.cached_property
@@ -363,7 +363,7 @@ class File:
         return text_of(node)
 
     def function(self, node: Node) -> cst.FunctionDef | None:
-        """The function whose body a node is in; None at module level."""
+        """The function that a node is in; None at module level."""
         inside = self.frames[node].function
         return inside.node if inside is not None else None
 
@@ -373,7 +373,7 @@ class File:
         return next((each.node for each in around if isinstance(each.node, cst.ClassDef)), None)
 
     def statement(self, node: Node) -> Statement:
-        """The statement that a node is in: a line, a one-line body, or a compound statement whose head it is in."""
+        """The innermost statement around a node: a line, a one-line body, or a compound statement."""
         if isinstance(node, Statement):
             return node
         return next(each for each in self.ancestors(node) if isinstance(each, Statement))
@@ -383,15 +383,15 @@ class File:
         return [each.node for each in self.frames[node].outwards() if isinstance(each.node, cst.For | cst.While)]
 
     def inside(self, node: Node) -> list[Node]:
-        """A node and all within it, in order."""
+        """A node and all nodes within it, in the order of the text."""
         return self.nodes[self._order[node] : self._ends[node]]
 
     def is_inside(self, node: Node, around: Node) -> bool:
-        """Whether a node is another, or within it."""
+        """Whether a node is `around` or lies within it."""
         return self._order[around] <= self._order[node] < self._ends[around]
 
     def parts(self, node: Node) -> list[cst.BaseExpression]:
-        """The outermost expressions within one, as far as they are read."""
+        """The outermost expressions within a node, without names that only label an argument or attribute."""
         found: list[cst.BaseExpression] = []
         position, end = self._order[node] + 1, self._ends[node]
         while position < end:
@@ -412,12 +412,12 @@ class File:
         return self.imports.get(first, first) + dot + rest
 
     def full_name(self, node: Node) -> str:
-        """What a name or attribute is called, with import aliases resolved; "" of other expressions."""
+        """The dotted name of a name or attribute, with import aliases resolved; "" for other expressions."""
         name = dotted(node)
         return self.resolve(name) if name and self.scope(name.partition(".")[0], node) is None else name
 
     def qualified(self, node: Node) -> str | None:
-        """The full name of something imported, "torch.optim.Adam" for `optim.Adam`; None of what isn't."""
+        """The full name of something imported, such as "torch.optim.Adam" for `optim.Adam`; None for anything else."""
         if isinstance(node, cst.Name):
             return None if self.scope(node.value, node) is not None else self.imports.get(node.value)
         if isinstance(node, cst.Attribute):
@@ -432,11 +432,11 @@ class File:
         return {each.value for each in self.nodes if type(each) is cst.Name and type(self._parents[each]) not in own}
 
     def names(self) -> set[str]:
-        """Every name of the text."""
+        """All names in the file, and the local names of its imports."""
         return {node.value for node in self.nodes if isinstance(node, cst.Name)} | self.imports.keys()
 
     def scope(self, name: str, at: Node) -> cst.FunctionDef | None:
-        """The function that a name used at some place belongs to; None: the module."""
+        """The function whose local variable `name` is, when used at node `at`; None: the module's."""
         inside = self.frames[at].function
         while inside is not None:
             if name in self.bindings.get(inside.node, ()):
@@ -445,11 +445,11 @@ class File:
         return None
 
     def bound(self, name: str, at: Node) -> list[Node]:
-        """What binds a name that is used at some place: targets, parameters, functions and classes."""
+        """The nodes that bind `name` as used at node `at`: targets, parameters, functions and classes."""
         return self.bindings.get(self.scope(name, at), {}).get(name, [])
 
     def is_read(self, node: Node) -> bool:
-        """Whether an expression stands for what it holds: it is no attribute's, keyword's or lambda's own name."""
+        """Whether an expression is a value: it is no name of an attribute or keyword, and no parameter of a lambda."""
         parent = self.parent(node)
         if (isinstance(parent, cst.Arg) and parent.keyword is node) or (
             isinstance(parent, cst.Attribute) and parent.attr is node
@@ -468,7 +468,7 @@ class File:
 
     @functools.cached_property
     def assignments(self) -> list[Assignment]:
-        """What targets are given, wherever."""
+        """The assignments of all kinds: statements, walrus expressions, `with` targets and loop targets."""
         found = []
         for node in (each for each in self.nodes if type(each) in _ASSIGNING):
             pairs: list[tuple[Node, Node | None]] = []
@@ -489,7 +489,7 @@ class File:
 
     @functools.cached_property
     def assigned(self) -> dict[str, list[Assignment]]:
-        """By name, its assignments, alone or in a tuple."""
+        """By dotted name, the assignments whose target it is, alone or in a tuple."""
         found: dict[str, list[Assignment]] = {}
         for each in self.assignments:
             targets: list[Node] = [each.target]
@@ -507,12 +507,12 @@ class File:
 
     @functools.cached_property
     def ifs(self) -> list[Frame]:
-        """The branches in which the conditions of `if` statements hold."""
+        """The frames of the branches in which the conditions of `if` statements hold."""
         return [self.frames[node.body] for node in self.nodes if isinstance(node, cst.If)]
 
     @functools.cached_property
     def slices(self) -> list[tuple[Node, Frame]]:
-        """Slices, and what remainders are compared with: they may divide data."""
+        """Slices, and the numbers that remainders are compared with (`i % n == k`): both may divide data."""
         found: list[Node] = []
         for node in self.nodes:
             match node:
@@ -533,7 +533,7 @@ class File:
             self.frames[node] = frame
             if type(node) in (cst.Import, cst.ImportFrom):
                 self._read_import(node)  # type: ignore[arg-type]
-            # By `type`, as `isinstance` of LibCST's abstract classes takes longer than all the rest of this.
+            # `type`, not `isinstance`, which takes longer for LibCST's abstract classes than the rest of the walk.
             inside = self._frames_inside(node, frame) if type(node) in _WITH_FRAMES else {}
             children = list[tuple[Node, Frame]]()
             for name in _parts_of(type(node)):
@@ -553,7 +553,7 @@ class File:
                 self._ends.setdefault(self._parents[node], end)
 
     def _frames_inside(self, node: Node, frame: Frame) -> dict[str, Frame]:
-        """The frames of a node's parts, where they aren't its own."""
+        """By field of a node, the frame of that part, for the parts that are in another frame than the node."""
 
         def inside(kind: str, test: Node | None = None, *, holds: bool = True) -> Frame:
             return Frame(kind, frame, self, frame.function, node, test, holds)
@@ -596,7 +596,7 @@ class File:
         return {}
 
     def _behind(self, node: cst.If, frame: Frame) -> Frame:
-        """What the statements behind an `if` stand in: where one branch leaves, the other one."""
+        """The frame of the statements after an `if`: if one branch leaves the block, that of the other branch."""
         if node.orelse is None and leaves(node.body):
             return Frame("if", frame, self, frame.function, node, node.test, holds=False)
         if isinstance(node.orelse, cst.Else) and leaves(node.orelse.body):
@@ -659,7 +659,7 @@ class File:
             self.bindings.setdefault(owner, {}).setdefault(name, []).append(by)
 
     def _defines(self, node: Node) -> bool:
-        """Whether a node is a function, a class or a parameter that its scope has a name for."""
+        """Whether a node binds its name in its scope: a function or class outside a class body, or a parameter."""
         kind = self.frames[node].kind
         is_plain = type(node) in (cst.FunctionDef, cst.ClassDef) and kind != "class"
         return is_plain or (type(node) is cst.Param and kind == "function")
@@ -667,15 +667,15 @@ class File:
 
 @functools.cache
 def _parts_of(kind: type[Node]) -> tuple[str, ...]:
-    """The fields of a kind of nodes that hold other nodes, in the order of the text."""
+    """The fields of a node type that hold other nodes, in the order of the text."""
     names = [each.name for each in dataclasses.fields(kind) if each.name not in _NO_PARTS]
     return _PARTS.get(kind, tuple(name for name in names if "whitespace" not in name))
 
 
 class _Places(CodegenState):
-    """Where the nodes of a tree begin: line and column.
+    """Finds the line and column where each node of a tree begins.
 
-    LibCST's own provider of positions does the same in five times the time, as it looks for the ends, too.
+    LibCST's own `PositionProvider` takes five times as long, because it also finds where nodes end.
     """
 
     def __init__(self, module: cst.Module) -> None:

@@ -1,9 +1,9 @@
 """What the names of a script stand for: loaders, batches, models, optimizers, functions, ranks.
 
-Values flow along assignments, arguments, returns, attributes and loops until nothing changes, without regard to order:
-a name stands for all that it is ever given. That is coarse, and right for training scripts, where a name hardly ever
-means two things. What isn't known has no value; where an expression is one known thing or one that isn't known,
-"unknown" stands beside it.
+Values flow along assignments, arguments, returns, attributes and loops until nothing changes. The order of statements
+doesn't matter: a name stands for every value that it is ever assigned. That is coarse, but fits training scripts, where
+a name hardly ever means two things. An expression that isn't understood has no value. One that may be either a known
+thing or something unknown has the value "unknown" beside the known one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import libcst as cst
 
 from evenstep.tools.reading.tree import Call, File, Frame, Function, Node, dotted, text_of
 
-# By the full name of what is called, the first that fits; patterns have no groups of their own.
+# Pattern of the called full name, and the kind of value it makes. The first match counts. Patterns have no groups.
 _MADE = (
     (r"accelerate\.Accelerator", "accelerator"),
     (r"(?:lightning|lightning_fabric|pytorch_lightning)\.(?:\w+\.)*Fabric", "fabric"),
@@ -43,7 +43,7 @@ _MADE = (
 )
 _MADE_NAME = re.compile("|".join(f"({pattern})" for pattern, _ in _MADE))
 WRAPPERS = ("wrapped", "data parallel")
-# By kind, the last names of classes that one of the script's own derives from.
+# By kind, the last parts of the names of base classes that give a class of the script this kind.
 _CLASSES = {
     "stream": {"IterableDataset", "IterDataPipe"},
     "dataset": {"Dataset"},
@@ -67,10 +67,10 @@ _SAME |= {"share_memory"}
 _SAME_BATCH = _SAME | {"long", "int", "bool", "contiguous", "detach", "clone", "values", "items", "type", "unsqueeze"}
 _SAME_BATCH |= {"view", "reshape", "flatten", "squeeze", "pin_memory", "numpy", "reshape_as", "view_as"}
 _NO_BATCH = {"shape", "dtype", "device", "ndim", "is_cuda"}
-# Functions that give what they are given, of a loader its batches one by one.
+# Functions that return their argument; for a loader, an iterator of its batches.
 PASSING = {"iter", "tqdm", "trange", "track", "islice", "compile", "auto"}
 _SYNCED = "convert_sync_batchnorm"
-# Those that go through a loader in another way, or keep its batches; ranks pass through all of them.
+# Functions that go through a loader in another way, or keep its batches. A rank passes through all of them unchanged.
 _GOING_THROUGH = PASSING | {"enumerate", "cycle", "int", "list", "prefetch", "progress", "float", "bool"}
 _GOING_THROUGH |= {"notebook_tqdm", "epochs", "zip", "chain", "map", "CombinedLoader", _SYNCED}
 _PREPARES = {"prepare", "prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"}
@@ -106,25 +106,26 @@ _NOWHERE = cst.Pass()
 
 @dataclass(frozen=True)
 class Value:
-    """Something that a script makes, known by where it is made.
+    """Something that a script makes, identified by the place where it is made.
 
     Attributes:
         kind: One of
-            "loader", "iterator" (what gives a loader's batches one by one), "passed" (what goes through `inner`
-            loaders in another way), "batch";
-            "object" (of a class of the script, or made by a library), "part" (of the objects `inner`), "wrapped" and
+            "loader", "iterator" (yields a loader's batches one by one), "passed" (goes through the `inner` loaders
+            in another way), "batch";
+            "object" (of a class of the script, or made by a library), "part" (of the `inner` objects), "wrapped" and
             "data parallel" (around `inner` models), "parameters" (of an object), "state" (dictionary of `inner`);
             "optimizer", "scheduler", "scaler", "writer" (of TensorBoard), "tracker", "dataset", "subset", "sampler",
             "local sampler", "device", "device of this rank", "accelerator", "fabric", "world";
             "items" (tuple, list or dictionary), "function", "class" (of the script);
-            "rank", "local rank", "world size", "main" (true on one rank), "local main" (beside it: true on one of each
-            node), "others" (false on one rank);
-            "unknown": perhaps something else.
-        site: The call that makes it; of an iterator and of parameters that of its loader or object, of a batch what it
-            is taken from, of items their expression, of a function or class its definition; else nothing of the script.
-        definition: The class of an object, if it is the script's own.
-        inner: What it is made of.
-        made_by: The full name of what a library made an object with, wherever it was called.
+            "rank", "local rank", "world size", "main" (true on one rank), "local main" (always beside "main": true on
+            one rank of each node), "others" (false on one rank);
+            "unknown" (the expression may also be something that isn't known).
+            site: The call that makes the value. For an iterator or parameters, the call that makes the loader or
+            object. For a batch, the expression that is iterated over or passed to `next`. For items, their expression.
+            For a function or class, its definition. For other values, a node outside the script.
+            definition: The class of an object, if the script defines it.
+            inner: The values that this one wraps or contains.
+            made_by: For an object that a library made, the full name of the called function or class.
     """
 
     kind: str
@@ -142,34 +143,34 @@ _Owner = cst.FunctionDef | File
 
 @functools.cache
 def _kind_made(name: str) -> str | None:
-    """The kind of what a library's function or class of this name makes."""
+    """The kind of value that a library's function or class with this full name makes; None if unknown."""
     match = _MADE_NAME.fullmatch(name)
     return _MADE[match.lastindex - 1][1] if match and match.lastindex else None
 
 
 def of_kind(values: Values, *kinds: str) -> Values:
-    """Those of some kinds."""
+    """The values of some kinds."""
     return frozenset(each for each in values if each.kind in kinds)
 
 
 def loaders_among(values: Values) -> Values:
-    """The loaders that values are, or give the batches of, one by one."""
+    """The loaders among values, and those behind iterators."""
     return frozenset(replace(each, kind="loader") for each in of_kind(values, "loader", "iterator"))
 
 
 def objects_among(values: Values) -> Values:
-    """The objects that values are, are parts of, or are wrapped around."""
+    """The objects among values, and those that parts belong to and wrappers contain."""
     return of_kind(values, "object").union(*(each.inner for each in of_kind(values, "part", *WRAPPERS)))
 
 
 class Flow:
-    """Follows values through files.
+    """Follows values through the files of a script.
 
     Attributes:
-        calls: By function of the script, the calls of it.
-        records, own_functions: By node, the records of calls and functions.
-        prepared: Calls that make loaders which accelerate or Fabric divide among ranks.
-        passed: Functions that are given to somebody else to call: on a rank of its own, in a thread.
+        calls: By function of the script, the calls that may run it.
+        records, own_functions: By node, the records of calls and of functions.
+        prepared: The calls that make loaders which accelerate or Fabric divide among ranks.
+        passed: Functions that are passed as arguments, for others to call: in another process, in a thread.
     """
 
     def __init__(self, files: list[File], modules: dict[str, File]) -> None:
@@ -211,12 +212,12 @@ class Flow:
         }
         self._known: dict[Node, Values] = {}
         self._busy: set[Node] = set()  # expressions that are being read: `kept = [kept[k] for k in some]`
-        self._open: set[Node] = set()  # those of them that were asked for meanwhile
-        # Names come first, and then objects of what no name is known for: `model(x)` of a function that stands above
-        # the model's making would be an object of its own.
+        self._open: set[Node] = set()  # busy expressions that were needed again while they were read
+        # Follow names first, and only then let calls of unknown names make objects. Otherwise `model(x)` in a function
+        # that stands above the line that makes the model would count as a new object.
         for self._knows_names in (False, True):
             self._changed = True
-            while self._changed:  # which ends: each round adds values, and there are only so many
+            while self._changed:  # ends, because each round adds values, and their number is finite
                 self._changed = False
                 self._known.clear()
                 for file in files:
@@ -225,7 +226,7 @@ class Flow:
     # ------------------------------------------------------------------ classes
 
     def lineage(self, definition: cst.ClassDef) -> list[cst.ClassDef]:
-        """A class and those of the script that it derives from."""
+        """A class and the script's own classes that it derives from."""
         if definition not in self._lineages:
             found = self._lineages[definition] = [definition]
             for each in found:
@@ -234,7 +235,7 @@ class Flow:
         return self._lineages[definition]
 
     def base_names(self, definition: cst.ClassDef) -> set[str]:
-        """The full names of all classes that one derives from, by way of the script's own, too."""
+        """The full names of all base classes, also of those that the script's own base classes derive from."""
         bases = [base.value for each in self.lineage(definition) for base in each.bases]
         return {self._file(each).full_name(each) for each in bases}
 
@@ -251,13 +252,13 @@ class Flow:
         return [each.site for each in found if isinstance(each.site, cst.ClassDef)]
 
     def kind_of_class(self, definition: cst.ClassDef) -> str:
-        """What objects of a class are to doctor: "model", "dataset" and so on, or "instance"."""
+        """The kind that doctor gives to objects of a class: "model", "dataset" and so on, or "instance"."""
         names = {each.rpartition(".")[2] for each in self.base_names(definition)}
         otherwise = "model" if self.is_module_class(definition) else "instance"
         return next((kind for kind, bases in _CLASSES.items() if names & bases), otherwise)
 
     def kind_of_object(self, value: Value) -> str:
-        """What an object is to doctor; "" of what a library made that isn't known, and of other values."""
+        """The kind that doctor gives to an object; "" for unknown objects of a library and for other values."""
         if value.kind != "object" or isinstance(value.site, cst.ClassDef):
             return ""
         if value.definition is not None:
@@ -269,7 +270,7 @@ class Flow:
         return next((methods[name] for methods in every if name in methods), None)
 
     def _attribute_of(self, definition: cst.ClassDef, name: str) -> Values:
-        """The values that a class, its bases and its subclasses give to this attribute of their objects."""
+        """The values that a class, its bases and its subclasses assign to this attribute of their objects."""
         return NOTHING.union(*(self._attributes.get((each, name), NOTHING) for each in self._related[definition]))
 
     # ------------------------------------------------------------------ following
@@ -295,12 +296,12 @@ class Flow:
             self._pass(call)
 
     def _yielded(self, node: cst.Yield) -> Values:
-        """What a generator is as good as: a loader, if it yields its batches."""
+        """The value of a generator with this `yield`: an iterator of a loader, if it yields the loader's batches."""
         file, value = self._file(node), node.value
         if isinstance(value, cst.From):
             return _one_by_one(loaders_among(self._of(value.item)))
         held = [by for name in file.inside(node) for by in file.bound(getattr(name, "value", ""), name)]
-        # A batch that was kept: the loader has given another since.
+        # A batch that was kept from an earlier iteration: the loader has yielded another one since.
         is_kept = any(file.order(by) > file.order(node) for by in held if isinstance(by, cst.Name))
         every = self.parts(Value("items", value)) if isinstance(value, cst.Tuple) else [self._of(value or node)]
         parts = [of_kind(each, "batch") for each in every]
@@ -327,7 +328,7 @@ class Flow:
                 for definition in (each.definition for each in bases if each.definition is not None):
                     self._add(self._attributes, (definition, target.attr.value), values)
                 if dotted(target) and all(each.definition is None for each in bases):
-                    # A part of a library's model is the model, whatever it is replaced by.
+                    # `model.fc = nn.Linear(...)` of a library's model: `model.fc` stays a part of the model.
                     given = frozenset(each for each in values if each.kind != "object") if bases else values
                     self._add(self._names, (self._owner(target), dotted(target)), given)
             case cst.Subscript():  # models["G"] = ...
@@ -335,7 +336,7 @@ class Flow:
                     self._add(self._stored, base.site, values)
 
     def _each(self, source: Node) -> Values:
-        """What a loop over an expression is given in each round."""
+        """The values that the target of a loop over an expression gets."""
         call = self.records[source] if isinstance(source, cst.Call) else None
         if call is not None and call.arguments and call.last in ("tqdm", "track", "progress"):
             return self._each(call.arguments[0])
@@ -349,7 +350,7 @@ class Flow:
         return found
 
     def parts(self, value: Value) -> list[Values]:
-        """What each element of items is; of what a loop over `enumerate`, `zip` or `items` is given, too."""
+        """The values of each element of items, also of the tuples that `enumerate`, `zip` or `dict.items` yield."""
         match value.site:
             case cst.Tuple() | cst.List() | cst.Dict():
                 return [self._of(each.value) for each in value.site.elements]
@@ -368,11 +369,11 @@ class Flow:
                     return [NOTHING, self._each(given[0])] if given else []
                 if call.last in _PREPARES:
                     return [self._prepared(self._of(each), call.node) for each in given]
-                return [frozenset({Value("dataset", call.node)})] * 3  # data sets that one was split into
+                return [frozenset({Value("dataset", call.node)})] * 3  # the parts that `random_split` returns
         return []
 
     def part(self, value: Value, index: int | None = None) -> Values:
-        """What items hold, or their element at an index."""
+        """The values of all elements of items, or of the element at an index."""
         if value.kind != "items":
             return of_kind(frozenset({value}), "batch")
         parts = self.parts(value)
@@ -381,7 +382,7 @@ class Flow:
         return NOTHING.union(self._stored.get(value.site, NOTHING), *parts)
 
     def _callees(self, call: cst.Call) -> list[Function]:
-        """The script's own functions that a call runs."""
+        """The script's own functions that a call may run."""
         found, values = list[Function | None](), self._of(call.func)
         for value in values.union(*(each.inner for each in of_kind(values, *WRAPPERS))):
             site, definition = value.site, value.definition
@@ -395,7 +396,7 @@ class Flow:
         return [each for each in found if each is not None]
 
     def _link(self, call: Call) -> None:
-        """Arguments become parameters."""
+        """Give the values of a call's arguments to the parameters of the functions that it may run."""
         for function in self._callees(call.node):
             known = self.calls.setdefault(function.node, [])
             if call.node not in known:
@@ -407,7 +408,7 @@ class Flow:
                     self._add(self._names, (function.node, name), self._of(argument.value))
 
     def _pass(self, call: Call) -> None:
-        """A function that is an argument is called by somebody else."""
+        """Record functions that are passed as arguments. The parameters of a spawned function get `spawn`'s `args`."""
         named = [each for each in call.arguments if isinstance(each, cst.Name | cst.Attribute)]
         given = call.argument("args")
         for node in {each.site for argument in named for each in self.of(argument, "function")}:
@@ -421,11 +422,11 @@ class Flow:
     # ------------------------------------------------------------------ expressions
 
     def adopt(self, node: Node, frame: Frame) -> None:
-        """Have an expression that isn't in the text read as if it stood in a frame, until another one is named."""
+        """Treat an expression that isn't part of the script as if it were in a frame, until a later call moves it."""
         if node in self._frames and node not in self._adopted:
             return
         pending = [node]
-        for each in pending:  # which grows
+        for each in pending:  # the list grows
             self._frames[each] = frame.file.frames[each] = frame
             self._known.pop(each, None)
             if isinstance(each, cst.Call):
@@ -434,7 +435,7 @@ class Flow:
         self._adopted |= {*pending}
 
     def of(self, node: Node, kind: str | None = None) -> Values:
-        """What an expression may be."""
+        """The values that an expression may have, or those of one kind."""
         found = self._of(node)
         return found if kind is None else of_kind(found, kind)
 
@@ -448,7 +449,7 @@ class Flow:
         found = self._read(node)
         self._busy.discard(node)
         self._open.discard(node)
-        if not self._open:  # else it hangs on what isn't read to its end
+        if not self._open:  # otherwise the result depends on an expression that is still being read
             self._known[node] = found
         return found
 
@@ -463,7 +464,7 @@ class Flow:
     def _of_choice(self, node: cst.IfExp) -> Values:
         parts = [(self._of(each), text_of(each)) for each in (node.body, node.orelse)]
         found = parts[0][0] | parts[1][0]
-        # Of `model.module if ddp else model` one may be known, and it may be the other.
+        # If only one branch of `model.module if ddp else model` is known, the result may be something unknown.
         is_unsure = found and any(not held and text not in ("None", "True", "False") for held, text in parts)
         return found | (frozenset({Value("unknown")}) if is_unsure else NOTHING)
 
@@ -479,7 +480,7 @@ class Flow:
         return frozenset(Value(flipped[kind]) for kind in kinds & flipped.keys())
 
     def _owner(self, node: Node) -> _Owner:
-        """Whose name, or dotted name, it is: a function's, or else its file's."""
+        """The function that a name or dotted name is local to, or else its file."""
         file = self._file(node)
         return file.scope(dotted(node).partition(".")[0], node) or file
 
@@ -492,7 +493,7 @@ class Flow:
         return found or self._imported(self._file(node).qualified(node)) or _of_rank_name(node.value)
 
     def _imported(self, name: str | None, depth: int = 8) -> Values:
-        """What a full name stands for in the module that has it, also by way of modules that import it."""
+        """The values of a full name in the module that defines it, also through modules that re-export it."""
         module, _, last = (name or "").rpartition(".")
         owner = self._modules.get(module)
         if owner is None or depth == 0:
@@ -556,7 +557,7 @@ class Flow:
         return found
 
     def _of_comparison(self, node: cst.Comparison) -> Values:
-        """Where a comparison of a rank holds: on one rank, or on all others."""
+        """The ranks on which a comparison of a rank holds: "main" for one rank, "others" for all but one."""
         left, (comparison, *others) = node.left, node.comparisons
         if others:
             return NOTHING
@@ -588,7 +589,7 @@ class Flow:
             return known
         is_through = call.last in _GOING_THROUGH
         callees, qualified, first = self._of(node.func), self._file(node).qualified(node.func), call.positional(0)
-        if call.last in PASSING and isinstance(node.func, cst.Name):  # perhaps the script's own, where there is no tqdm
+        if call.last in PASSING and isinstance(node.func, cst.Name):  # the script's own `tqdm`, if not installed
             return self._through(call, is_passing=True)
         found = NOTHING.union(*(self._result(each, node) for each in callees))
         if found or (of_kind(callees, "function", "class") and not is_through):
@@ -604,7 +605,7 @@ class Flow:
         return frozenset({Value("object", node, made_by=qualified or "")})
 
     def _makes_object(self, node: cst.Call, qualified: str | None) -> bool:
-        """Whether what is called may make an object of its own: a library does, or a name of the script."""
+        """Whether a call may make an object: it calls a library, or a name of the script that isn't understood."""
         if qualified is not None:
             is_layer = qualified.startswith(LAYERS) and not qualified.startswith("torch.nn.functional")
             return is_layer or not qualified.startswith("torch")
@@ -624,7 +625,7 @@ class Flow:
         return kept | (frozenset({Value("passed", inner=inner)}) if inner else NOTHING)
 
     def _of_known_call(self, call: Call) -> Values | None:
-        """What a call of a library makes; None if it isn't known."""
+        """The values that a call of a library returns; None if the call isn't known."""
         kind, first = _kind_made(call.name), call.positional(0)
         if kind in WRAPPERS:
             given = call.argument("module", 0)
@@ -643,7 +644,7 @@ class Flow:
         return None
 
     def _of_method(self, call: Call, receiver: Values) -> Values | None:
-        """What a method of a known object returns; None if it isn't known."""
+        """The values that a method of a known object returns; None if the method isn't known."""
         last, objects = call.last, objects_among(receiver)
         batches = of_kind(receiver, "batch")
         if batches:
@@ -670,7 +671,7 @@ class Flow:
         return NOTHING if objects and all(each.definition is None for each in objects) else None
 
     def _prepared(self, values: Values, site: Node) -> Values:
-        """What accelerate or Fabric make of values: models are wrapped, loaders divided among ranks."""
+        """The values that accelerate or Fabric return for values: models are wrapped, loaders divided among ranks."""
         self.prepared |= {each.site for each in of_kind(values, "loader")}
         return frozenset(
             Value("wrapped", site, inner=frozenset({each}))
@@ -680,7 +681,7 @@ class Flow:
         )
 
     def _result(self, value: Value, call: cst.Call) -> Values:
-        """What calling a value of the script's own gives."""
+        """The values that a call of one of the script's own functions, classes or objects returns."""
         match value.kind, value.site:
             case "class", cst.ClassDef() as definition:
                 is_writer = any(name.endswith("SummaryWriter") for name in self.base_names(definition))
@@ -694,7 +695,7 @@ class Flow:
         return NOTHING
 
     def _made_for(self, value: Value, function: cst.FunctionDef, call: cst.Call) -> Value:
-        """What a function returns; what it makes for its caller counts as made by the call."""
+        """A returned value. If the function made the object, the call counts as its maker."""
         inner = frozenset(self._made_for(each, function, call) for each in value.inner)
         is_made_there = (
             value.kind == "object"
@@ -725,11 +726,11 @@ _READERS: dict[type[Node], Callable[[Flow, Any], Values]] = {
 
 
 def arguments(call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
-    """The arguments of a call by name, given the names of positional ones."""
+    """The arguments of a call by name. `names` are the function's parameters, in order."""
     positional, is_known = list(names), True
     found: dict[str, cst.Arg] = {}
     for index, argument in enumerate(call.args):
-        is_known = is_known and argument.star != "*"  # which may be any number of them
+        is_known = is_known and argument.star != "*"  # `*args` may be any number of arguments
         if argument.keyword is not None:
             found[argument.keyword.value] = argument
         elif is_known and not argument.star and index < len(positional):
@@ -738,12 +739,12 @@ def arguments(call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
 
 
 def _one_by_one(values: Values) -> Values:
-    """Values, with what gives a loader's batches one by one in the place of the loader."""
+    """Values, with each loader replaced by an iterator of its batches."""
     return frozenset(replace(each, kind="iterator") if each.kind == "loader" else each for each in values)
 
 
 def _unwrapped(values: Values) -> Values:
-    """Values, with models in the place of their wrappers."""
+    """Values, with each wrapper replaced by the model inside."""
     plain = frozenset(each for each in values if each.kind not in WRAPPERS)
     return plain.union(*(each.inner for each in of_kind(values, *WRAPPERS)))
 
@@ -754,7 +755,7 @@ def _of_variable(name: Node | None) -> Values:
 
 
 def _of_rank_name(name: str) -> Values:
-    """What a name says that nothing else is known of."""
+    """The value that a variable's name alone suggests: a rank, or whether this is the main rank."""
     if RANK_NAME.fullmatch(name):
         return frozenset({Value("local rank" if "local" in name.lower() else "rank")})
     return frozenset({Value("main")}) if name != "main" and MAIN_NAME.fullmatch(name) else NOTHING

@@ -1,20 +1,21 @@
-"""What usually makes a run on several ranks differ from one on fewer, by the evidence that ranks recorded. Pure.
+"""The usual causes why a run on several ranks differs from one on fewer, by the evidence that ranks recorded. Pure.
 
-Nothing here is a guess at the script's text. Each cause has evidence of its own:
+No cause is guessed from the script's text. Each has its own evidence:
 
-    not seeded          what two runs on the same number of ranks load and start with
-    repeated, samples   digests of the samples that the model was given, over all ranks, against those of the other run
-    drift               digests of parameters that differ between ranks
-    settings            the optimizer's numbers
-    branch              modules that ran, and nodes of the graph, that differ between ranks
-    divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
-                        weights than those that were applied: each was right, and only counted wrong
-    batch norm          it is no such sum, and layers have normalised over one rank's share
-    batch statistics    it is no such sum, and nothing else explains that: something else is computed over that share
-    skipped             calls of a GradScaler's step that made none
-    random              the random stream: ranks that share it, or that draw what a single process draws once; inputs
-                        that repeat where the samples of the loaders don't
-    no gradient         no element of a gradient but 0
+    not seeded          two runs on the same number of ranks load other samples, or start with other parameters
+    repeated, samples   digests of the samples that the model was called with, over all ranks, in both runs
+    drift               digests of parameters or gradients that differ between ranks
+    settings            other numbers in the optimizer's parameter groups
+    branch              modules that ran, or nodes of the graph, that differ between ranks
+    divisor, average    the reference's gradient is a weighted sum of the ranks' backward passes, with other weights
+                        than those applied: each pass is right, and only its weight is wrong
+    batch norm          the gradient is no such sum, and layers normalised over one rank's share
+    batch statistics    the gradient is no such sum, and nothing else explains that: the loss uses other statistics of
+                        a rank's share
+    skipped             other calls of `GradScaler.step` that made no step
+    random              ranks with the same random state, ranks that draw what a single process draws once, or inputs
+                        that repeat although the samples of the loaders don't
+    no gradient         all elements of all gradients are 0
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from evenstep.tools.verify.compare import SAME_WEIGHT
 from evenstep.tools.verify.evidence import Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
-_SAME_NUMBERS = 1e-5  # relative distance of two sizes that float32 and float64 may compute of the same numbers
+_SAME_NUMBERS = 1e-5  # relative distance up to which two sizes, in float32 and float64, are those of equal numbers
 
-# These lose or repeat work on several ranks. With the others a script is as right as torch's DDP is.
+# These causes lose or repeat work on several ranks. The others also occur in a right script with torch's DDP.
 _LOSES_WORK = ("repeated", "average", "divisor", "drift", "no gradient")
-# By kind, whose line of the script is named: see `Seen.lines`.
+# By kind, the keys of `Seen.lines` whose line of the script is reported, the first known one.
 _LINES = {
     "repeated": ("loader", "model"),
     "samples": ("loader", "model"),
@@ -51,13 +52,13 @@ _LINES = {
 
 @dataclass(frozen=True)
 class Cause:
-    """What usually causes such a difference.
+    """A cause of a difference between runs.
 
     Attributes:
-        kind: One word of the list above, for programs.
-        text: What is wrong, by which evidence, and what to do.
-        path: The script's file; "" where no line is known.
-        line: The line in it.
+        kind: One of the kinds in the module's docstring, for programs.
+        text: What is wrong, the evidence, and what to do.
+        path: The file of the script; "" if no line is known.
+        line: The line in the file.
     """
 
     kind: str
@@ -67,19 +68,19 @@ class Cause:
 
     @property
     def is_note(self) -> bool:
-        """Whether it loses and repeats no work: right as torch's DDP is, but not what one process computes."""
+        """Whether no work is lost or repeated: right for torch's DDP, but not equal to one process."""
         return self.kind not in _LOSES_WORK
 
 
 def _cause(kind: str, text: str, seen: Seen, whose: Sequence[str] = ()) -> Cause:
-    """One with the line of the script, on a rank that shows it."""
+    """Make a cause with the line of the script, as a rank with the evidence recorded it."""
     whose = whose or _LINES.get(kind, ("loss",))
     path, line = next((seen.lines[what] for what in whose if what in seen.lines), ("", 0))
     return Cause(kind, text, path, line)
 
 
 def others_skipped(run: Run) -> Cause:
-    """A GradScaler has skipped other steps than in the other run."""
+    """The cause "skipped": a GradScaler has skipped other steps than in the other run."""
     return _cause(
         "skipped",
         "a GradScaler skipped other steps: gradients overflow in float16 on one number of ranks, and not on the other. "
@@ -90,15 +91,15 @@ def others_skipped(run: Run) -> Cause:
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
-    """The first cause that the evidence supports; [] if it supports none.
+    """The first cause that the evidence supports, as a list; [] if it supports none.
 
-    What comes behind it would be no evidence: gradients of other samples differ in every way.
+    Later causes would have no evidence: for example, gradients of other samples differ in every way.
 
     Args:
-        base: The run on fewer ranks; in float64, if there is one.
+        base: The run on fewer ranks, in float64 if there is such a run.
         run: The run that differs, likewise.
         step: The first step that differs, from 0.
-        rounding: Relative rounding of both.
+        rounding: The relative rounding of both runs.
     """
     return list(itertools.islice(_causes(base, run, step, rounding), 1))
 
@@ -144,7 +145,7 @@ def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
 
 
 def find_faults(run: Run) -> list[Cause]:
-    """What is wrong with a run on several ranks whether or not its gradients differ from those of another."""
+    """The faults of a run that its own evidence shows, whether or not its gradients differ from another run's."""
     for step in range(run.num_steps):
         seen = data_ranks(run.at(step))
         found = [*_shared_masks(seen), *_same_data(run, step), *_drift(run, step), *_undivided(seen)]
@@ -154,12 +155,13 @@ def find_faults(run: Run) -> list[Cause]:
 
 
 def find_unseeded(base: Run, again: Run) -> list[Cause]:
-    """Whether a script begins otherwise each time it runs, by two runs on as many ranks."""
+    """The cause "not seeded" if two runs on equally many ranks begin differently; else []."""
     for ours, theirs in zip(base.at(0), again.at(0), strict=True):
         both = [(name, size, theirs.initial.get(name, size)) for name, size in ours.initial.items()]
         other = next((name for name, size, twin in both if abs(size - twin) > _SAME_NUMBERS * size), "")
         _, _, parameter = other.partition("param/")
-        # In reproducible mode dropout draws, by streams of the virtual ranks; elsewhere it is off, and may be unseeded.
+        # In reproducible mode, dropout draws from the streams of virtual ranks. Otherwise it is off, and may be
+        # unseeded.
         draws_others = ours.virtual_ranks_of_run and ours.dropouts[:1] != theirs.dropouts[:1]
         if other or ours.loaded != theirs.loaded or draws_others:
             is_of_data = ours.loaded != theirs.loaded or other == "inputs"
@@ -181,7 +183,7 @@ def find_unseeded(base: Run, again: Run) -> list[Cause]:
 
 def _no_gradient(run: Run) -> Iterator[Cause]:
     steps = range(run.num_steps)
-    if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # a first step may have no gradient yet
+    if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # the first step alone may have none
         return
     gradients = (value for step in steps for name, value in run.values(step).items() if name.startswith("grad/"))
     if not any(bool(value.any()) for value in gradients):
@@ -198,7 +200,7 @@ def _no_gradient(run: Run) -> Iterator[Cause]:
 
 
 def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
-    """The samples of a global batch, as a multiset: other ones, or the same ones more often."""
+    """Compare the samples of a global batch as multisets: other samples, or the same ones more often."""
     seen = data_ranks(run.at(step))
     ours, theirs = _samples(data_ranks(base.at(step))), _samples(seen)
     if not ours or not theirs or ours == theirs:
@@ -208,7 +210,7 @@ def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
     repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
     when, by_whom = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(seen)
     if not repeated:
-        # Ranks with orders of their own see each other's samples sooner or later.
+        # If each rank has its own order, samples repeat in later steps.
         steps = range(min(base.num_steps, run.num_steps))
         repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
         when, by_whom = f"within {len(steps)} steps, {repeated} of the samples", ""
@@ -250,7 +252,7 @@ def _same_data(run: Run, step: int) -> Iterator[Cause]:
 
 
 def _repetition(which: str, seen: Sequence[Seen]) -> Cause:
-    """Inputs that come twice: data, or random numbers where each rank has data of its own."""
+    """The cause for repeated inputs: repeated samples, or equal random numbers if the loaders' samples differ."""
     loaded = [set(each.loaded) for each in seen]
     if all(loaded) and len(set().union(*loaded)) == sum(map(len, loaded)):
         return _cause(
@@ -326,7 +328,7 @@ def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
 
 
 def _branch(seen: Sequence[Seen]) -> Iterator[Cause]:
-    """Ranks that have samples run the same modules and build the same graphs, unless they look at their rank."""
+    """Ranks that run other modules or build other graphs than the rank before, although both have samples."""
     working = [(rank, each) for rank, each in enumerate(seen) if each.graphs and each.num_rows]
     for (first, a), (second, b) in itertools.pairwise(working):
         ours, theirs = Counter(a.graphs[0]), Counter(b.graphs[0])
@@ -372,7 +374,7 @@ def _shared_masks(seen: Sequence[Seen]) -> Iterator[Cause]:
 def _undivided(seen: Sequence[Seen]) -> Iterator[Cause]:
     for rank, each in enumerate(seen):
         passes = len(each.losses)
-        # Virtual ranks of reproducible mode are averaged over, as ranks are.
+        # Virtual ranks in reproducible mode have a pass each, but are averaged over like ranks.
         if each.held_back and not each.virtual_ranks_of_run and passes > 1 and each.means == passes:
             yield _cause(
                 "divisor",
@@ -385,7 +387,7 @@ def _undivided(seen: Sequence[Seen]) -> Iterator[Cause]:
 
 
 def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
-    """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
+    """The cause if each backward pass has the right gradient, but all or some passes have the wrong weight."""
     right, applied = torch.tensor(weights.right, device="cpu"), torch.tensor(weights.applied, device="cpu")
     ratios = applied / right
     ratio = float(ratios.mean())
@@ -393,7 +395,7 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
         return
     if float((ratios - ratio).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
         owners = torch.tensor([rank for rank, each in enumerate(seen) for _ in each.virtual_ranks], device="cpu")
-        # As shares: what scales all gradients alike, such as clipping, is no weight.
+        # As fractions of their sum: a factor of all gradients, such as that of clipping, is no weight.
         shares, wanted = applied / applied.sum(), right / right.sum()
         received = ", ".join(
             f"rank {rank} by {float(shares[owners == rank].sum()):.4g} instead of "
@@ -441,12 +443,12 @@ def _unsynchronised(seen: Seen, *, is_sure: bool) -> Cause:
 
 @dataclass(frozen=True)
 class Weights:
-    """How the backward passes of all ranks make up two gradients.
+    """The weights of all ranks' backward passes in two gradients.
 
     Attributes:
         right: By pass, rank after rank, its weight in the gradient of the run on fewer ranks.
-        applied: Its weight in the gradient that the optimizer got.
-        unexplained: The relative part of the first gradient that no sum of the passes explains.
+        applied: By pass, its weight in the gradient that the optimizer got.
+        unexplained: The relative part of the first gradient that no weighted sum of the passes explains.
     """
 
     right: list[float]
@@ -455,15 +457,15 @@ class Weights:
 
 
 def find_weights(base: Run, run: Run, step: int) -> Weights | None:
-    """The weights of the backward passes, by least squares over probes of the gradients; None if they aren't known."""
+    """Compute the weights of backward passes by least squares over probes of the gradients; None if unknown."""
     target = base.probes(0, step).get("applied")
     probes = [run.probes(rank, step) for rank in range(run.num_ranks)]
     applied = probes[0].get("applied")
-    # Ranks after each other.
+    # By pass, rank after rank.
     columns = [given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)]
     if target is None or applied is None or len(columns) > _MOST_PASSES:
         return None
-    # No pass is known for divided parameters. A factor by which all of the gradient is wrong is seen still.
+    # The passes of sharded parameters aren't known. A wrong factor of the whole gradient can still be found.
     columns = columns or [applied]
     if any(column.shape != target.shape for column in [applied, *columns]):
         return None

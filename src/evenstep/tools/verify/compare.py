@@ -1,14 +1,14 @@
-"""Do two runs take the same steps? Judged by their distances from float64. Pure.
+"""Decides whether two runs take the same steps, by their distances from float64. Pure.
 
-[Note: rounding] Two runs that add the same numbers in another order differ by rounding. How much that is depends on the
-script: a bit in the last place where sums are short, a percent in bfloat16. So the script is run once more in float64,
-on as many ranks as the run that the others are compared with. What lies between that run and its float64 likeness is
-rounding, tensor by tensor and step by step, and other runs may lie `ROUNDING_FACTOR` times as far from it.
+[Note: rounding] Two runs that add the same numbers in another order differ by rounding. How much depends on the script:
+by a last bit if sums are short, by a percent in bfloat16. So the base run, on the fewest ranks, is repeated in float64.
+Its distance from that reference is rounding, measured for each tensor and step. Other runs may be `ROUNDING_FACTOR`
+times as far from the reference.
 
-A run that lies further is not yet wrong: at the kink of a ReLU, or where Adam divides a gradient that is nothing but
-rounding by itself, a last bit becomes a difference that can be seen. So that run, too, is made in float64. There
-rounding is 500 million times smaller, and whatever came of it with it; a mistake is as large as before. What doesn't
-shrink to a `SHRINKS_TO`-th is no rounding.
+A run beyond that isn't wrong yet. At the kink of a ReLU, or where Adam divides a gradient of pure rounding by its own
+size, a last bit grows to a visible difference. So this run is repeated in float64, too. There, rounding and its effects
+are 500 million times smaller, but a mistake is as large as before. A difference that doesn't shrink to `SHRINKS_TO` of
+its size is no rounding.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 from evenstep.checks import counted
 from evenstep.tools.verify.evidence import Run, Seen
 
-# What is a difference; docs/reference/verify.md shows these lines.
-ROUNDING_FACTOR = 16.0  # times the base run's distance from float64 that other runs may lie from it
-SHRINKS_TO = 1e-4  # of a difference that may be left in float64, if it was rounding
-COARSE = 1e-4  # relative rounding above which float32 hides too much, so that float64 is compared in any case
-SAME_WEIGHT = 1e-3  # relative difference of two weights in an average that are taken as equal
+# The limits of differences; docs/reference/verify.md shows these lines.
+ROUNDING_FACTOR = 16.0  # other runs may be so many times as far from float64 as the base run
+SHRINKS_TO = 1e-4  # the part of a difference that may be left in float64 if it was rounding
+COARSE = 1e-4  # with more relative rounding, float32 hides too much, and float64 runs are always compared
+SAME_WEIGHT = 1e-3  # relative difference up to which two weights in an average count as equal
 
 _EPS = torch.finfo(torch.float32).eps
 _EPS_DOUBLE = torch.finfo(torch.float64).eps
@@ -42,17 +42,18 @@ UNSEEDED = "not seeded"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a run leaves the one that it is compared with.
+    """The first difference between a run and the one that it is compared with.
 
     Attributes:
-        step: From 1.
+        step: The step, from 1.
         kind: A value of `KINDS`, `SKIPPED` or `UNSEEDED`.
         name: The tensor's name; "" for the loss.
-        deviation: Relative to the size of the tensor.
-        rounding: What rounding explains, in the same measure.
-        num_differing: Tensors of that kind that differ in that step; of `SKIPPED`: steps that were skipped before it.
-        num_compared: How many there are; for `SKIPPED`: steps that were skipped on the fewest ranks.
-        virtual_rank: In reproducible mode the first virtual rank that differs; None: none does, or there are none.
+        deviation: The difference, relative to the size of the tensor.
+        rounding: The deviation that rounding explains.
+        num_differing: The number of tensors of this kind that differ in this step; for `SKIPPED`, the number of skipped
+            steps before it.
+        num_compared: The number of tensors of this kind; for `SKIPPED`, that of skipped steps on the fewest ranks.
+        virtual_rank: In reproducible mode, the first virtual rank that differs; None if there is none.
     """
 
     step: int
@@ -84,13 +85,13 @@ class Difference:
 
 
 def are_identical(base: Run, run: Run) -> bool:
-    """Whether all ranks of both runs have the same bits after every step."""
+    """Whether all ranks of both runs have equal bits after every step."""
     steps = min(base.num_steps, run.num_steps)
     for step in range(steps):
         ours = base.ranks[0][step].digests
         if run.ranks[0][step].digests != ours:
             return False
-        # torch's wrapper makes module buffers of the other ranks equal only when they are used next.
+        # torch's wrapper broadcasts module buffers only before their next use, so those of other ranks may differ.
         if any(
             seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")
         ):
@@ -101,7 +102,7 @@ def are_identical(base: Run, run: Run) -> bool:
 
 
 def closeness(base: Run, run: Run) -> float:
-    """How far two runs are apart at most, of gradients or parameters of a step taken together, relative to them."""
+    """The largest relative distance of two runs' gradients, or parameters, each taken together for a step."""
     largest = 0.0
     for step in range(min(base.num_steps, run.num_steps)):
         ours, theirs = base.values(step), run.values(step)
@@ -114,12 +115,12 @@ def closeness(base: Run, run: Run) -> float:
 
 
 def coarsest_rounding(base: Run, reference: Run) -> float:
-    """How far rounding moves a typical tensor of the run that is compared with."""
+    """The largest relative rounding of a typical tensor of the base run, over all steps."""
     return max((_Scale(base, reference, step).typical for step in range(base.num_steps)), default=0.0)
 
 
 def first_other_skip(base: Run, run: Run) -> Difference | None:
-    """The first step before which a GradScaler has skipped others: from there on the runs are at other samples."""
+    """The first step before which a GradScaler skipped other steps in one run: from there on, the samples differ."""
     for step in range(min(base.num_steps, run.num_steps)):
         ours, theirs = base.ranks[0][step].skipped, run.ranks[0][step].skipped
         if ours != theirs:
@@ -128,13 +129,14 @@ def first_other_skip(base: Run, run: Run) -> Difference | None:
 
 
 def first_difference(base: Run, reference: Run, run: Run, double: Run | None = None) -> Difference | None:
-    """Where a run lies further from float64 than rounding explains; None if it never does.
+    """The first place where a run is further from float64 than rounding explains; None if there is none.
 
     Args:
         base: The run on the fewest ranks.
-        reference: The same in float64.
-        run: On more ranks.
-        double: The same in float64: then where that differs from the reference by what rounding doesn't become.
+        reference: The base run in float64.
+        run: The run on more ranks.
+        double: `run` in float64. If given, the first place where `double` differs from the reference by more than
+            rounding leaves in float64.
     """
     for step in range(min(each.num_steps for each in (base, run, double or run))):
         scale, apart = _Scale(base, reference, step), _apart(reference, run, step)
@@ -148,7 +150,7 @@ def first_difference(base: Run, reference: Run, run: Run, double: Run | None = N
 
 
 def first_other_bits(base: Run, run: Run) -> Difference | None:
-    """The first bits that differ; reproducible mode promises that there are none."""
+    """The first place where bits differ, for reproducible mode, which promises equal bits; None if there is none."""
     for step in range(min(base.num_steps, run.num_steps)):
         ours, theirs = _virtual_rank_digests(base, step), _virtual_rank_digests(run, step)
         virtual_rank = _first_virtual_rank(ours, theirs, base.num_virtual_ranks)
@@ -166,9 +168,10 @@ def first_other_bits(base: Run, run: Run) -> Difference | None:
 
 
 def loss_of(seen: Sequence[Seen]) -> float:
-    """The loss of a step, weighed as gradients are: plain passes are added up, and averaged over ranks.
+    """The loss of a step, weighted like its gradients.
 
-    Weights count within their window, and the windows of a step are added up.
+    Losses of plain passes are added up and averaged over ranks. Weighted losses are averaged within their accumulation
+    window, and the windows of a step are added up.
     """
     losses = [loss for rank in seen for loss in rank.losses]
     if not any(weight is not None for _, weight in losses):
@@ -183,7 +186,7 @@ def loss_of(seen: Sequence[Seen]) -> float:
 
 
 class _Scale:
-    """What rounding does to each tensor of one step."""
+    """The sizes and the rounding of all tensors of one step."""
 
     def __init__(self, base: Run, reference: Run, step: int) -> None:
         self._moved = _apart(reference, base, step)
@@ -198,12 +201,12 @@ class _Scale:
         }
 
     def allowed(self, name: str) -> float:
-        """How far from float64 a tensor may lie."""
+        """The distance from float64 that a tensor may have."""
         size = self.sizes.get(name, 0.0)
         return ROUNDING_FACTOR * max(self._moved.get(name, 0.0), self.typical * size, _EPS * size)
 
     def remains(self, single: Mapping[str, float], name: str) -> float:
-        """How much may be left in float64 of the differences that there were in float32."""
+        """The difference that a tensor may have in float64 if its difference in float32 was rounding."""
         size = self.sizes.get(name, 0.0)
         of_rounding = SHRINKS_TO * max(single.get(name, 0.0), self._moved.get(name, 0.0), _EPS * size)
         return max(of_rounding, ROUNDING_FACTOR * _EPS_DOUBLE * self._largest[name.partition("/")[0]])
@@ -229,7 +232,7 @@ def _first(
 
 
 def _apart(reference: Run, run: Run, step: int) -> dict[str, float]:
-    """How far each tensor of a step, and the loss, lies from the reference: the root of the mean square."""
+    """By tensor of a step, and for the loss, the root-mean-square distance from the reference."""
     exact, values = reference.values(step), run.values(step)
     losses = torch.tensor([loss_of(run.at(step)), loss_of(reference.at(step))], dtype=torch.float64, device="cpu")
     apart = {"loss/": _size(_gap(losses[:1], losses[1:]))}
@@ -252,7 +255,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _first_virtual_rank(ours: Sequence[object], theirs: Sequence[object], num_virtual_ranks: int) -> int | None:
-    """The virtual rank of the first backward pass that differs; each virtual rank may have several passes."""
+    """The virtual rank of the first backward pass that differs, if each has as many passes; None if unknown."""
     if len(ours) != len(theirs) or num_virtual_ranks == 0:
         return None
     first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)

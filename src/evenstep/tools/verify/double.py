@@ -1,9 +1,9 @@
-"""The reference: an unchanged script in float64.
+"""Runs an unchanged script in float64, as the reference.
 
-Parameters are drawn as ever and converted when a model is wrapped or first called, so that both runs begin with the
-same numbers. From there on whatever meets a float64 tensor becomes one, and what carries a gradient stays one, also
-where the script asks for less. Autocast leaves float64 alone by itself. Losses aren't scaled, and the steps are left
-out that a GradScaler has skipped in the run that this one is compared with.
+Parameters are initialised in their own dtype and converted when a model is wrapped or first called, so both runs begin
+with the same numbers. From then on, an operation with one float64 tensor gets its other floating-point tensors in
+float64. A float64 tensor with a gradient stays float64, even if the script casts it. Autocast leaves float64 alone.
+Losses aren't scaled. Steps that a GradScaler skipped in the compared run are skipped here, too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class InDouble(Subscriber):
-    """From now on models are converted, and what they compute is float64.
+    """Converts models to float64 from now on, with all that they compute.
 
     Args:
-        patches: Undoes it.
-        is_sharded: The script uses `fully_shard`, whose mixed precision is left out.
+        patches: Undoes the changes.
+        is_sharded: Whether the script uses `fully_shard`, whose mixed precision is then ignored.
     """
 
     def __init__(self, patches: Patches, *, is_sharded: bool = False) -> None:
@@ -50,7 +50,7 @@ class InDouble(Subscriber):
             patches.around(sys.modules["evenstep"], name, _divide)
 
     def wrap(self, wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Ended:
-        """Before it is wrapped: buckets are laid out by the dtype of the parameters."""
+        """Convert a model before it is wrapped, because the wrapper lays out its buckets by the parameters' dtype."""
         widen(module)
         return lambda: _keep_group_longer(wrapper)
 
@@ -63,24 +63,24 @@ def _divide(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 
 
 def _check_input(original: Callable[..., None], self: nn.RNNBase, input: Tensor, *arguments: Any) -> None:
-    """Recurrent layers compare their input's dtype with their weights' before anything meets a float64 tensor."""
+    """Convert the input of a recurrent layer early: it checks the input's dtype before its first operation."""
     is_wide = next(self.parameters()).dtype == torch.float64
     original(self, _widened(input) if is_wide else input, *arguments)
 
 
 def _scale_nothing(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Float64 has room enough, and a loss of another size could not be compared."""
+    """Disable a GradScaler: float64 doesn't overflow, and scaled losses couldn't be compared."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["enabled"] = False
     original(*given.args, **given.kwargs)
 
 
 def _keep_group_longer(replica: Any) -> None:
-    """Have the process group of torch's wrapper outlive its reducer.
+    """Keep the process group of torch's wrapper alive longer than the wrapper's reducer.
 
-    The reducer ends with the interpreter's lock. If it has the last reference to Gloo, it joins Gloo's threads there,
-    and such a thread waits for the same lock where it lets go of a call that was made under our `TorchFunctionMode`.
-    Python itself gives the lock up before it lets go of a group.
+    The reducer is destroyed while python's global lock (GIL) is held. With the last reference to Gloo, it would join
+    Gloo's threads. Such a thread waits for the GIL to release a call made under our `TorchFunctionMode`: a deadlock.
+    Python itself releases the GIL before it destroys a group.
     """
     reducer = getattr(replica, "reducer", None)
     if reducer is not None:
@@ -88,17 +88,17 @@ def _keep_group_longer(replica: Any) -> None:
 
 
 def _let_go(group: object) -> None:
-    """The last that is done with a group."""
+    """Drop the last reference to a group. Called by the finalizer, which holds the group until then."""
 
 
 def widen(module: nn.Module) -> nn.Module:
-    """A module with float64 parameters and buffers, converted in place: optimizers that have them keep them."""
+    """Convert a module's parameters and buffers to float64 in place, so that optimizers keep them."""
     with torch.no_grad(), without_torch_function():
         return module.double()
 
 
 class _Widening(TorchFunctionMode):
-    """Every operation with one float64 tensor gets its other floating-point tensors in float64 too."""
+    """Gives each operation with a float64 tensor its other floating-point tensors in float64, too."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What the ranks of a run record for `evenstep verify`, and how it travels: a line of JSON and two files a step."""
+"""The records of a run's ranks for `evenstep verify`, and their files: a line of JSON and two files a step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from evenstep.tools.observing.script import Place
 
 Values = Mapping[str, Tensor]
 
-MOST_ELEMENTS = 1 << 22  # of a tensor that are compared by value; of larger ones, as many evenly drawn
-NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank keeps of every backward pass
+MOST_ELEMENTS = 1 << 22  # elements of a tensor that are compared by value; evenly spaced ones of larger tensors
+NUM_PROBES = 256  # evenly spaced elements of each gradient that every rank keeps for every backward pass
 
 
 @dataclass(frozen=True)
 class Plan(launch.Plan):
-    """The instructions for a rank that records.
+    """The instructions for a recording rank.
 
     Attributes:
-        num_steps: After so many steps of an optimizer the script ends.
-        world_size: Ranks of this run.
-        in_double: Compute in float64.
-        batch_sizes: For torch's loaders, in the order in which they are made: (what the script passes, what they get).
-        is_sharded: An earlier run has seen FSDP2.
-        skipped: Calls of a GradScaler's `step`, counted from 0, that make none; in float64, what overflowed without.
-        script: Path of the script, whose lines are named.
+        num_steps: The number of optimizer steps after which the script ends.
+        world_size: The number of ranks.
+        in_double: Whether to compute in float64.
+        batch_sizes: For torch's loaders, in the order in which they are made, (the script's batch size, that to use).
+        is_sharded: Whether an earlier run used FSDP2.
+        skipped: In float64, the calls of `GradScaler.step`, counted from 0, that make no step, as in the run before.
+        script: The path of the script, whose lines are reported.
     """
 
     num_steps: int
@@ -46,35 +46,36 @@ class Plan(launch.Plan):
 
 @dataclass
 class Seen:
-    """One step on one rank: everything up to and with one call of an optimizer's `step`.
+    """The record of one step on one rank, up to and with one call of an optimizer's `step`.
 
     Attributes:
-        rows: By training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
-        loaded: A digest of each sample that the loaders have given since the step before.
-        initial: The size of what the run began with, by some elements of it: of each parameter ("param/...") when its
-            model was first called, and of the first input.
-        losses: By backward pass, the value of its root, without the factor of a GradScaler, and the weight it was
-            given (None: plain `backward`).
-        windows: By backward pass, how many reductions the step had before it: weights count within one window.
-        graphs: By backward pass, how often each kind of node is in its graph.
-        modules: Names of the modules that ran, in order, of the first training forward.
-        digests: By "grad/...", "param/..." and "buffer/..."; gradients as the optimizer got them, others as left by it.
-        virtual_ranks: By backward pass, the digests of what it added to gradients on this rank.
+        rows: By training forward pass, a digest of each sample; empty if inputs have no rows or have a gradient.
+        loaded: A digest of each sample that the loaders yielded since the step before.
+        initial: The absolute sum of some elements, for each parameter ("param/...") when its model was first called,
+            and for the first input ("inputs").
+        losses: By backward pass, the value of its root, without a GradScaler's scale, and its weight (None: plain
+            `backward`).
+        windows: By backward pass, the number of accumulation windows that ended before it: weights count within one.
+        graphs: By backward pass, the number of nodes of each kind in its graph.
+        modules: The names of the modules that ran in the first training forward pass, in order.
+        digests: By "grad/...", "param/..." and "buffer/...", a digest of the tensor. Gradients as the optimizer got
+            them, parameters and buffers after its step.
+        virtual_ranks: By backward pass, digests of the gradients that it added on this rank.
         settings: By parameter group, the numbers that the optimizer steps with.
-        dropouts: State of the random stream when dropout would have drawn from it, of the first calls.
-        draws: Whether a training forward drew random numbers besides.
-        unsynced: Batch normalisations that used the statistics of this rank's share alone.
-        synced: Batch normalisations that used the statistics of all ranks' rows.
-        means: Backward passes whose root was the mean of a loss function itself, divided by nothing.
-        held_back: Whether gradients were held back for accumulation in one of the passes.
-        has_hidden: Whether gradients were divided over the ranks and could not be read.
-        batch_sizes: What the script passed to torch's loaders so far.
-        virtual_ranks_of_run: Virtual ranks of reproducible mode; 0: it is off.
-        shares_with: Ranks that have parts of the same layers (tensor parallelism, pipelines), and so the same samples;
-            empty: none, or only itself.
-        is_sharded: Whether FSDP2 has divided a model.
-        skipped: Calls of a GradScaler's `step`, counted from 0, since the step before, that have made none.
-        lines: File and line of the script that made the "loader" and the "wrapper", called the "model", began the
+        dropouts: The states of the random stream when dropout would have drawn from it, for the first calls.
+        draws: Whether a training forward pass drew other random numbers.
+        unsynced: Names of batch norms that used the statistics of this rank's share only.
+        synced: Names of batch norms that used the statistics of all ranks' rows.
+        means: The number of backward passes whose root was directly the mean of a loss function, divided by nothing.
+        held_back: Whether `no_sync` held gradients back for accumulation in one of the passes.
+        has_hidden: Whether some gradients couldn't be read, because they were divided over the ranks.
+        batch_sizes: The batch sizes that the script passed to torch's loaders so far.
+        virtual_ranks_of_run: The number of virtual ranks in reproducible mode; 0: it is off.
+        shares_with: The ranks that hold parts of the same layers (tensor parallelism, pipelines), and so get the same
+            samples; empty if there are none.
+        is_sharded: Whether FSDP2 has sharded a model.
+        skipped: The calls of `GradScaler.step`, counted from 0, that made no step since the step before.
+        lines: (file, line) of the script that made the "loader" and the "wrapper", called the "model", began the
             backward pass of the "loss", and called the "optimizer"'s step; the newest of each.
     """
 
@@ -104,19 +105,19 @@ class Seen:
 
     @property
     def num_rows(self) -> int:
-        """Samples that the model was given."""
+        """The number of samples that the model was called with."""
         return sum(map(len, self.rows))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the script: what each rank saw, step by step.
+    """The records of one run of the script.
 
     Attributes:
-        ranks: By rank, its steps.
-        values: For a step (from 0), rank 0's tensors, by the names of `Seen.digests`.
-        probes: For a rank and a step, elements of the gradient: "applied" for the optimizer, "0", "1", ... what each
-            backward pass added on that rank.
+        ranks: By rank, the records of its steps.
+        values: Reads rank 0's tensors of a step (from 0), by the names of `Seen.digests`.
+        probes: Reads elements of the gradient of a rank and step: "applied" for the one that the optimizer got, and
+            "0", "1", ... for the ones that each backward pass added on that rank.
     """
 
     ranks: Sequence[Sequence[Seen]]
@@ -125,41 +126,41 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks this run had."""
+        """The number of ranks of the run."""
         return len(self.ranks)
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that have samples of their own."""
+        """The number of ranks with their own samples. Ranks with the same samples count once."""
         return len(data_ranks(self.at(0))) if self.num_steps else self.num_ranks
 
     @property
     def num_steps(self) -> int:
-        """That all ranks have made."""
+        """The number of steps that all ranks made."""
         return min((len(steps) for steps in self.ranks), default=0)
 
     @property
     def num_virtual_ranks(self) -> int:
-        """How many virtual ranks reproducible mode had; 0: it is off."""
+        """The number of virtual ranks in reproducible mode; 0: it is off."""
         return self.ranks[0][0].virtual_ranks_of_run if self.num_steps else 0
 
     @property
     def skipped(self) -> list[int]:
-        """See `Seen.skipped`: of all steps."""
+        """The calls of `GradScaler.step`, counted from 0, that made no step, in the whole run."""
         return [call for seen in self.ranks[0] for call in seen.skipped]
 
     def at(self, step: int) -> list[Seen]:
-        """The record of each rank of a step, counted from 0."""
+        """By rank, the record of a step, counted from 0."""
         return [steps[step] for steps in self.ranks]
 
 
 def data_ranks(seen: Sequence[Seen]) -> list[Seen]:
-    """One rank of each group that has the same samples."""
+    """The records of one rank of each group of ranks with the same samples."""
     return [each for rank, each in enumerate(seen) if min(each.shares_with, default=rank) == rank]
 
 
 def write_step(plan: Plan, rank: int, step: int, seen: Seen, values: Values, probes: Values) -> None:
-    """Add a step of a rank. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
+    """Write the record of a step. Only rank 0 writes values (`thinned`): digests show whether the others differ."""
     directory = Path(plan.directory)
     if rank == 0:
         save_file(dict(values), directory / _values_name(step))
@@ -170,7 +171,7 @@ def write_step(plan: Plan, rank: int, step: int, seen: Seen, values: Values, pro
 
 
 def read_run(directory: Path, num_ranks: int) -> Run:
-    """Read what the ranks of a run have written; tensors are read on access."""
+    """Read the records of a run. Tensors are read on access."""
 
     def steps_of(rank: int) -> list[Seen]:
         path = directory / f"rank-{rank}.jsonl"
@@ -202,18 +203,18 @@ def _probes_name(rank: int, step: int) -> str:
 
 
 def thinned(tensor: Tensor) -> Tensor:
-    """A copy [numel] on the CPU (complex numbers are two), of large tensors `MOST_ELEMENTS` elements evenly drawn."""
+    """A flat copy on the CPU, of at most `MOST_ELEMENTS` evenly spaced elements. A complex number is two elements."""
     return _drawn(tensor, MOST_ELEMENTS).clone()
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """[at most NUM_PROBES] float64: some elements, the same ones of every tensor of that size."""
-    return _drawn(tensor, NUM_PROBES).to(torch.float64, copy=True)  # an optimizer may write to what it was given
+    """At most `NUM_PROBES` evenly spaced elements of a tensor, as a flat float64 copy on the CPU."""
+    return _drawn(tensor, NUM_PROBES).to(torch.float64, copy=True)  # an optimizer may change gradients in place
 
 
 def _drawn(tensor: Tensor, most: int) -> Tensor:
     tensor = tensor.detach()
-    # Complex numbers give both parts: as a real number one would lose the imaginary one.
+    # Both parts of complex numbers: a conversion to a real dtype would drop the imaginary part.
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     if flat.numel() > most:
         flat = flat[torch.arange(most, device=flat.device) * flat.numel() // most]

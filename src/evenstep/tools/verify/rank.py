@@ -1,6 +1,6 @@
-"""One rank of `evenstep verify`: what each step of an unchanged script saw, computed and left behind.
+"""One rank of `evenstep verify`: records samples, losses, gradients and parameters of each step of a script.
 
-Scripts with torch's wrapper, with evenstep's or with none are seen alike.
+The script runs unchanged, with torch's wrapper, evenstep's or none.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from evenstep.tools.verify.double import InDouble, widen
 from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Seen, probe, thinned, write_step
 from evenstep.tools.verify.rehearsal import rehearsing
 
-_MOST_NAMES = 5_000  # modules of a forward that are noted
-_MOST_DRAWS = 8  # states of the random stream in a step
-_WAIT_S = 120.0  # for the other ranks at the end
+_MOST_NAMES = 5_000  # recorded modules of a forward pass
+_MOST_DRAWS = 8  # recorded states of the random stream in a step
+_WAIT_S = 120.0  # longest wait for the other ranks at the end
 
 
 @contextlib.contextmanager
 def recording(file: Path, *, rank: int) -> Iterator[None]:
-    """Record what this process does, as the plan in a file says; the script ends with the plan's last step."""
+    """Record this process by the plan in a file. The script ends with the plan's last step."""
     with Patches() as patches:
         plan = Plan.read(file)
         steps = Steps(plan, rank, patches)
@@ -57,7 +57,7 @@ def recording(file: Path, *, rank: int) -> Iterator[None]:
 
 
 class Steps(Subscriber):
-    """Follows one rank, step by step, until the patches are undone."""
+    """Records the steps of one rank, until the patches are undone."""
 
     def __init__(self, plan: Plan, rank: int, patches: Patches) -> None:
         self._plan, self._rank, self._patches = plan, rank, patches
@@ -65,18 +65,18 @@ class Steps(Subscriber):
         self._num_steps = 0
         self._seen = Seen()
         self._batch_sizes: list[int] = []
-        self._names: dict[int, str] = {}  # of parameters, buffers and modules, by their `id`
+        self._names: dict[int, str] = {}  # by id of a parameter or module, its name
         self._parameters: dict[str, Tensor] = {}
         self._models: dict[str, nn.Module] = {}  # by the prefix of their parameters' names
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._made: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()  # loaders: where
+        self._made: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()  # by loader
         self._wrapped: list[Place] = []  # where the first wrapper was made
         self._is_back = False
-        self._added: dict[str, Tensor] = {}  # by the present backward pass
-        self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
-        self._num_windows = 0  # of this step, that have ended
-        self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
-        self._values: dict[str, Tensor] = {}  # on rank 0
+        self._added: dict[str, Tensor] = {}  # by parameter, the gradient that the present backward pass has added
+        self._passes: list[dict[str, Tensor]] = []  # by backward pass, probes of the gradients that it added
+        self._num_windows = 0  # accumulation windows of this step that have ended
+        self._applied: dict[str, Tensor] = {}  # by parameter, a probe of the gradient that the optimizer gets
+        self._values: dict[str, Tensor] = {}  # by name, the tensors of this step, on rank 0
         self._num_scaled_steps = 0  # calls of a GradScaler's step
         switch_off_dropout(patches, self._about_to_drop)
         replace_batch_sizes(patches, self._batch_size)
@@ -85,11 +85,11 @@ class Steps(Subscriber):
     # ------------------------------------------------------------------ data
 
     def _batch_size(self, size: int) -> int:
-        """The size that loads the global batch of the run on the most ranks."""
+        """The batch size of a loader for the same global batch as in the run on the most ranks."""
         self._batch_sizes.append(size)
         number = len(self._batch_sizes)
         others = (instead for passed, instead in self._plan.batch_sizes[number - 1 : number] if passed == size)
-        return next(others, size)  # another size than in that run: the script has seen to it itself
+        return next(others, size)  # if the size differs from that run's, the script has divided the batch itself
 
     def loader(self, loader: Any, *args: Any, **kwargs: Any) -> None:
         """See base class."""
@@ -122,7 +122,7 @@ class Steps(Subscriber):
         before = _stream()
 
         def ended() -> None:
-            self._seen.draws |= before != _stream() and not _virtual_ranks()  # dropout is off, and moves nothing
+            self._seen.draws |= before != _stream() and not _virtual_ranks()  # dropout is off, and draws nothing
 
         return ended
 
@@ -131,7 +131,7 @@ class Steps(Subscriber):
         samples = first_samples((args, kwargs))
         self._seen.rows.append([digest(row) for row in samples])
         if not any(known is model for known in self._models.values()):
-            if not self._models and samples.dtype != torch.float64:  # which may be computed, and has other bits there
+            if not self._models and samples.dtype != torch.float64:  # a float64 input may be computed
                 self._seen.initial["inputs"] = float(probe(samples).abs().sum())
             self._adopt(model)
 
@@ -199,7 +199,7 @@ class Steps(Subscriber):
         self._added = {}
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        if is_dtensor(gradient):  # of a part of a layer; the whole is known when the optimizer gets it
+        if is_dtensor(gradient):  # a part of the gradient; `step_begins` reads the whole
             return
         with without_torch_function():
             value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
@@ -209,7 +209,7 @@ class Steps(Subscriber):
     # ------------------------------------------------------------------ step
 
     def scaler_step(self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Ended:
-        """Note which steps a GradScaler skips, and skip the same ones in float64, where nothing overflows."""
+        """Record which steps a GradScaler skips, and skip the same ones in float64, where nothing overflows."""
         call, before = self._num_scaled_steps, self._num_steps
         self._num_scaled_steps += 1
         if call in self._plan.skipped:
@@ -222,7 +222,7 @@ class Steps(Subscriber):
             return
         self._at("optimizer")
         with torch.no_grad():
-            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides gradients by it
             if not self._models:  # parameters without a module
                 loose = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 self._parameters = {f"parameter {i}": p for i, p in enumerate(loose)}
@@ -244,7 +244,7 @@ class Steps(Subscriber):
             ]
 
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
-        """Each step of each optimizer is one here."""
+        """Write the record. Each step of each optimizer counts as a step here."""
         if _is_skipped(optimizer):
             return
         seen, self._seen = self._seen, Seen()
@@ -267,7 +267,7 @@ class Steps(Subscriber):
             leave_together(Path(self._plan.directory), self._rank, self._plan.world_size, _WAIT_S)
 
     def _at(self, what: str, places: list[Place] | None = None) -> None:
-        """Keep the line of the script that does something now, or that is given."""
+        """Record the line of the script that is running now, or the given place, for `Seen.lines`."""
         for place in (self._script.places() if places is None else places)[:1]:
             self._seen.lines[what] = place
 
@@ -277,9 +277,9 @@ class Steps(Subscriber):
             self._values[name] = thinned(tensor)
 
     def _probes(self) -> dict[str, Tensor]:
-        """One vector for each backward pass, and one for what the optimizer got; zeros where there is no gradient."""
+        """One vector for each backward pass, and one for the optimizer's gradient; zeros for missing gradients."""
         names = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
-        # A backward pass shows nothing of parameters that FSDP2 divides: it computes with others.
+        # Backward passes add nothing to parameters that FSDP2 shards, because they compute with the gathered ones.
         passes = {str(index): given for index, given in enumerate(self._passes) if given}
         if self._applied:
             passes["applied"] = self._applied
@@ -288,7 +288,7 @@ class Steps(Subscriber):
 
 
 def _stream() -> str:
-    """A digest of where torch's random streams are."""
+    """A digest of the states of torch's random generators, on the CPU and the GPU."""
     text = digest(torch.get_rng_state())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         text += digest(torch.cuda.get_rng_state())
@@ -296,32 +296,32 @@ def _stream() -> str:
 
 
 def _virtual_ranks() -> int:
-    """How many virtual ranks reproducible mode has; 0: it is off."""
+    """The number of virtual ranks in reproducible mode; 0: it is off."""
     virtual_ranks = getattr(worlds.initialised(), "virtual_ranks", None)
     return int(getattr(virtual_ranks, "num_virtual_ranks", 0))
 
 
 def _is_skipped(optimizer: Any) -> bool:
-    """Whether a fused optimizer leaves a step out because a GradScaler has found an overflow."""
+    """Whether a fused optimizer skips a step because a GradScaler has found an overflow."""
     return bool(getattr(optimizer, "found_inf", None) or False)
 
 
 def _whole(tensor: Any) -> Tensor:
-    """The whole of a DTensor, for which all ranks of its mesh call this; another tensor as it is."""
+    """The full tensor of a DTensor, or another tensor as it is. Collective among the ranks of a DTensor's mesh."""
     whole: Tensor = tensor.full_tensor().detach() if is_dtensor(tensor) else tensor
     return whole
 
 
 def _no_probe(parameter: Tensor) -> Tensor:
-    """Zeros, as many as a parameter's gradient has probes."""
+    """Zeros in the place of a missing gradient's probe."""
     numel = parameter.numel() * (2 if parameter.is_complex() else 1)
     return torch.zeros(min(numel, NUM_PROBES), dtype=torch.float64, device="cpu")
 
 
 def main() -> None:
-    """Have this process recorded, or rehearse a resume in it, and run the script.
+    """Run the script in this process, and record it or rehearse a resume.
 
-    The arguments: the file of the plan ("" where nothing is recorded), that of the rehearsal, the script and its own.
+    Command line: the plan's file ("" to record nothing), the rehearsal's file, the script and its arguments.
     """
     plan, rehearsal, script, *arguments = sys.argv[1:]
     rank = current_placement().rank

@@ -1,4 +1,4 @@
-"""`evenstep verify script.py`: the same steps on 1, 2 and 4 ranks?"""
+"""`evenstep verify script.py`: compares the steps of a script on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evenstep.tools.verify.evidence import Plan, Run, read_run
 from evenstep.tools.verify.rehearsal import RehearsalPlan
 from evenstep.tools.verify.report import Report, Verdict
 
-MODULE = "evenstep.tools.verify.rank"  # what becomes the script in each rank
+MODULE = "evenstep.tools.verify.rank"  # the module that runs the script in each rank
 
 Start = Callable[[Path, Path, int], "tuple[int, str]"]
 
@@ -34,16 +34,16 @@ def verify_ranks(
     say: Callable[[str], None],
     start: Start | None = None,
 ) -> Report:
-    """Run a script on several numbers of ranks, compare them step by step, and say what differs and why.
+    """Run a script on several numbers of ranks, compare the runs step by step, and find causes of differences.
 
     Args:
-        script: The user's script; runs unchanged, and ends after `num_steps` steps of an optimizer.
-        arguments: Its own.
-        ranks: Numbers of ranks; the others are compared with the smallest.
-        num_steps: To compare.
-        device: As `evenstep run --device`.
-        say: Told what is going on, a line each.
-        start: Runs the script on some ranks: (plan, rehearsal, how many), returns exit status and what it said.
+        script: The user's script. It runs unchanged, and ends after `num_steps` steps of an optimizer.
+        arguments: The command-line arguments of the script.
+        ranks: The numbers of ranks; the others are compared with the smallest.
+        num_steps: The number of steps to compare.
+        device: The value of `evenstep run --device`.
+        say: Called with each line of progress.
+        start: Runs the script, given (plan, rehearsal, number of ranks). Returns the exit status and the output.
             None: `evenstep run`.
 
     Raises:
@@ -69,7 +69,7 @@ def verify_ranks(
 
 
 class _Runs:
-    """The runs of one script, made when they are needed."""
+    """The runs of one script, each made when it is first needed."""
 
     def __init__(
         self, root: Path, script: str, numbers: list[int], num_steps: int, start: Start, say: Callable[[str], None]
@@ -79,13 +79,13 @@ class _Runs:
         self._root, self._script, self._num_steps = root, script, num_steps
         self._start, self._say = start, say
         self._made: dict[tuple[int, bool], Run] = {}
-        self._batch_sizes: list[int] | None = None  # of the run on the most ranks, which is as the script says
-        self._is_sharded = False  # by FSDP2, in one of the runs so far
-        self._num_data_ranks = 0  # of that run, of which one sees other samples than another; 0: not known yet
+        self._batch_sizes: list[int] | None = None  # of the run on the most ranks, with the script's own sizes
+        self._is_sharded = False  # whether one of the runs so far used FSDP2
+        self._num_data_ranks = 0  # ranks with their own samples in the run on the most ranks; 0: not known yet
         self._began_s = time.monotonic()
 
     def make(self) -> None:
-        """All of them in float32 (or whatever the script computes in), the most ranks first."""
+        """Make all runs in the script's own precision, the one on the most ranks first."""
         count = len(self.numbers)
         self._say(f"{count} runs, and up to {count} more in float64 where results differ")
         for number in reversed(self.numbers):
@@ -96,7 +96,7 @@ class _Runs:
             self._say(f"the script makes {received} ranks: only the first {min(lengths.values())} steps are compared")
 
     def of(self, number: int, *, in_double: bool = False) -> Run:
-        """The run on so many ranks."""
+        """The run on a number of ranks, in the script's precision or in float64."""
         key = number, in_double
         if key not in self._made:
             self._made[key] = self._make(number, in_double)
@@ -110,7 +110,7 @@ class _Runs:
         self._say(f"run {at} of at most {most}: {self._script} on {name}{about}")
         directory = self._root / f"{number}-{in_double}"
         directory.mkdir()
-        # Ranks that divide layers have the same samples: they count as one.
+        # Ranks that hold parts of the same layers get the same samples, so they count as one.
         largest, data = self.numbers[-1], self._num_data_ranks
         num_ranks = max(1, number * data // largest) if data else number
         sizes = sizes_for(self._batch_sizes or [], seen_on=data or largest, num_ranks=num_ranks)
@@ -123,12 +123,12 @@ class _Runs:
         skipped = self.of(number).skipped if in_double else ()
         plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded, skipped, self._script)
         plan.write(directory / "plan.json")
-        # Its checkpoints, if it has any, go elsewhere, and it finds none.
+        # Redirect the script's checkpoints, so that it finds none to resume from.
         (directory / "traces").mkdir()
         RehearsalPlan(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
         status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
         if status != 0:
-            if status == ConfigurationError.exit_code:  # of the script's calls; the launcher's last line says it all
+            if status == ConfigurationError.exit_code:  # from the script's calls: the last line suffices
                 raise UsageError(said.strip().rpartition("evenstep: ")[2])
             needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
             raise UsageError(
@@ -146,7 +146,7 @@ class _Runs:
 
 
 def _verdict(runs: _Runs, number: int) -> Verdict:
-    """What is to be said of a run, compared with the one on the fewest ranks."""
+    """Compare the run on a number of ranks with the one on the fewest, and find the cause of a difference."""
     base, run = runs.of(runs.base), runs.of(number)
     faults = tuple(causes.find_faults(run))
     if compare.are_identical(base, run):
@@ -175,7 +175,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
 
 
 def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) -> list[causes.Cause]:
-    """Faults of other kinds than the cause of a difference, which come on top of it."""
+    """The faults of other kinds than the causes that were found already."""
     lead = "besides: " if received else ""
     kinds = {each.kind for each in received}
     return [replace(fault, text=f"{lead}{fault.text}") for fault in faults if fault.kind not in kinds]
@@ -183,8 +183,8 @@ def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) ->
 
 def _launcher(observed: Observed) -> Start:
     def start(plan: Path, rehearsal: Path, number: int) -> tuple[int, str]:
-        # As every launcher of others does, and ours with several nodes: python then draws a seed for hashes on each
-        # rank, and a script that depends on the order of a set is seen.
+        # One run starts its ranks cold, as other launchers do, and evenstep's on several nodes. Each rank then has its
+        # own seed for hashes, so a script that depends on the order of a set shows a difference.
         options = ["--cold-start"] if number == observed.ranks else []
         env = {**with_settings(), "TORCHDYNAMO_DISABLE": "1"}
         made = replace(observed, ranks=number, options=options)
@@ -195,12 +195,12 @@ def _launcher(observed: Observed) -> Start:
 
 
 def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tuple[int, int]] | None:
-    """`Plan.batch_sizes` for a run on another number of ranks; None if a global batch can't be divided. Pure.
+    """The `Plan.batch_sizes` of a run on another number of ranks; None if a global batch can't be divided. Pure.
 
     Args:
-        seen: Batch sizes of one rank in the run on the most ranks.
-        seen_on: How many these were.
-        num_ranks: How many the run to come has.
+        seen: The batch sizes of one rank in the run on the most ranks.
+        seen_on: The number of ranks of that run.
+        num_ranks: The number of ranks of the next run.
     """
     if any(size * seen_on % num_ranks for size in seen):
         return None
@@ -208,5 +208,8 @@ def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tupl
 
 
 def _threads_for(most_ranks: int) -> int | None:
-    """Threads of each rank, the same in all runs: another number of threads adds in another order."""
+    """The threads of each rank, the same in all runs, because other numbers of threads add in another order.
+
+    None if the user has set a number.
+    """
     return None if openmp_threads() else max(1, count_cores() // most_ranks)

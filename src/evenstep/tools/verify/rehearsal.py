@@ -1,8 +1,8 @@
-"""Fault-injection runs of a script with a `Checkpointer`: one rank of them.
+"""One rank of a fault-injection run of a script with a `Checkpointer`.
 
-The script runs as it is, and what it writes goes elsewhere. As a plan says, its `Checkpointer` uses another directory,
-saves at one step and kills this process at another, and a file gets digests of what each step saw and left behind. The
-`Checkpointer` knows nothing of this: its constructor and its `step` are replaced for the length of the run.
+The script runs unchanged, and the files that it writes are redirected. By a plan, its `Checkpointer` uses another
+directory and saves at one step, and this process is killed at another step. Digests of each step's samples and state
+go to a file. Only the `Checkpointer`'s constructor and `step` are patched during the run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from evenstep.tools.observing.scratch import Scratch
 
 @dataclass(frozen=True)
 class RehearsalPlan(Plan):
-    """What is to be done; `directory` is where checkpoints go instead of where the script puts them.
+    """The instructions for a rank. Checkpoints go to `directory` instead of the script's own directory.
 
     Attributes:
-        traces: Directory of the digests: a file per rank.
-        save_at: Save at this step; 0: never.
-        kill_at: Kill this process at this step, with SIGKILL; 0: never.
-        stop_at: End well at this step; 0: when the script ends.
+        traces: The directory of the digests, a file for each rank.
+        save_at: The step at which to save; 0: never.
+        kill_at: The step at which to kill this process with SIGKILL; 0: never.
+        stop_at: The step at which to end the script normally; 0: at its own end.
     """
 
     traces: str
@@ -61,12 +61,12 @@ class Rehearsal:
                 unwrapped(target).register_forward_pre_hook(self._saw, with_kwargs=True)
 
     def begin_step(self, step: int) -> None:
-        """Kill this process if it dies in this step: before anything of it is saved."""
+        """Kill this process if the plan says so, before anything of this step is saved."""
         if step == self._plan.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end_step(self, step: int) -> None:
-        """Write down what this step saw and left behind; end the script if the plan says so."""
+        """Write digests of the samples and the state of this step. End the script if the plan says so."""
         state = capture(self._objects)
         tensors = {
             f"{owner}/{name}": _digest(tensor) for owner, item in state.items() for name, tensor in item.tensors.items()
@@ -82,7 +82,7 @@ class Rehearsal:
             raise SystemExit(0)
 
     def _saw(self, module: nn.Module, inputs: Any, kwargs: Any) -> None:
-        """Before a training forward: the digest of each sample."""
+        """Record the digest of each sample before a training forward pass."""
         if torch.is_grad_enabled():
             self._rows += [_digest(row) for row in first_samples((inputs, kwargs))]
 
@@ -92,11 +92,11 @@ def _digest(tensor: Tensor) -> int:
 
 
 def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
-    """Have every `Checkpointer` of this process follow a plan, until the patches are undone.
+    """Make every `Checkpointer` of this process follow a plan, until the patches are undone.
 
     Args:
-        patches: Undoes it.
-        plan: What is to be done.
+        patches: Undoes the changes.
+        plan: The plan.
         rank: This rank.
     """
     rehearsals: weakref.WeakKeyDictionary[Checkpointer, Rehearsal] = weakref.WeakKeyDictionary()
@@ -104,7 +104,7 @@ def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
     def init(original: Callable[..., None], checkpoint: Checkpointer, directory: Any, **named: Any) -> None:
         if named.get("local") is not None:
             named["local"] = f"{plan.directory}-local"
-        # Synchronously: a checkpoint is complete before a later step kills the process.
+        # Synchronous, so that a checkpoint is complete before a later step kills the process.
         original(checkpoint, plan.directory, **{**named, "asynchronous": False})
         rehearsals[checkpoint] = Rehearsal(plan, rank, checkpoint.objects)
 
@@ -124,10 +124,10 @@ def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
 
 @contextlib.contextmanager
 def rehearsing(file: Path, *, rank: int) -> Iterator[None]:
-    """Rehearse in this process what the plan in a file says."""
+    """Follow the plan in a file in this process."""
     with Patches() as patches:
         plan = RehearsalPlan.read(file)
-        # Beside the checkpoints, so that a run which resumes finds what the run before it has written.
+        # Beside the checkpoints, so that a resuming run finds the files that the run before it wrote.
         Scratch(Path(f"{plan.directory}-files")).install(patches)
         install(patches, plan, rank)
         yield

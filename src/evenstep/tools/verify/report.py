@@ -1,4 +1,4 @@
-"""The result of `evenstep verify`: a table for people, JSON for programs."""
+"""The result of `evenstep verify`: a table for users, JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Verdict:
     """The result of the run on one number of ranks.
 
     Attributes:
-        num_ranks: How many.
-        apart: How far gradients and parameters are from those on the fewest ranks, relatively; 0: not a bit.
-        difference: The first that rounding doesn't explain.
-        causes: What usually causes it; also faults that make no difference to gradients.
-        rounding: How far rounding alone moves a typical tensor; None: it did not have to be known.
+        num_ranks: The number of ranks.
+        apart: The relative distance of gradients and parameters from those on the fewest ranks; 0: identical bits.
+        difference: The first difference that rounding doesn't explain; None if there is none.
+        causes: The causes of the difference, and faults that make no difference to gradients.
+        rounding: The relative rounding of a typical tensor; None if it wasn't measured.
     """
 
     num_ranks: int
@@ -36,12 +36,12 @@ class Verdict:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no difference and no fault."""
         return self.difference is None and not self.causes
 
     @property
     def word(self) -> str:
-        """One for programs."""
+        """The verdict as one word, for programs."""
         if self.difference is not None:
             return "differs"
         if self.causes:
@@ -49,7 +49,7 @@ class Verdict:
         return "identical" if self.apart == 0 else "equal"
 
     def text(self, *, is_reproducible: bool) -> str:
-        """For people, without the causes."""
+        """The verdict as a text for users, without the causes."""
         if self.difference is not None:
             return f"differs: {self.difference}"
         if any(cause.kind == "no gradient" for cause in self.causes):
@@ -65,12 +65,12 @@ class Report:
     """The results of one script.
 
     Attributes:
-        script: Its path.
-        num_steps: That were compared.
-        base: Ranks of the run that the others are compared with.
-        num_virtual_ranks: Those of reproducible mode; 0: it is off.
-        verdicts: One for each other number of ranks.
-        faults: Those in the run that the others are compared with.
+        script: The path of the script.
+        num_steps: The number of steps compared.
+        base: The number of ranks of the run that the others are compared with.
+        num_virtual_ranks: The number of virtual ranks in reproducible mode; 0: it is off.
+        verdicts: One verdict for each other number of ranks.
+        faults: The faults of the run that the others are compared with.
     """
 
     script: str
@@ -82,12 +82,12 @@ class Report:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no run has a difference or a fault."""
         return not self.faults and all(verdict.is_fine for verdict in self.verdicts)
 
     @property
     def causes(self) -> list[tuple[int, Cause]]:
-        """(ranks of the run that shows it, cause): the first of each kind. `Cause.is_note` says how bad it is."""
+        """(number of ranks of the run, cause) for the first cause of each kind. `Cause.is_note` is its severity."""
         runs = [(self.base, self.faults), *((verdict.num_ranks, verdict.causes) for verdict in self.verdicts)]
         found: dict[str, tuple[int, Cause]] = {}
         for number, causes in runs:
@@ -96,7 +96,7 @@ class Report:
         return list(found.values())
 
     def as_json(self) -> str:
-        """For programs: see docs/reference/verify.md."""
+        """The report as JSON; see docs/reference/verify.md."""
         runs = [
             {
                 "ranks": verdict.num_ranks,
@@ -120,7 +120,7 @@ class Report:
         return json.dumps(received, indent=2)
 
     def show(self, console: Console) -> None:
-        """A table, and under it what is wrong."""
+        """Print the table, and the causes below it."""
         mode = f", {self.num_virtual_ranks} virtual ranks" if self.num_virtual_ranks else ""
         title = f"{self.script}: {self.num_steps} steps, compared with {self.base} rank" + (
             "s" if self.base > 1 else ""

@@ -1,4 +1,4 @@
-"""`evenstep verify --resume`: run a script to its end; run it again, kill it, resume it; compare."""
+"""`evenstep verify --resume`: compares a script that was killed and resumed with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def verify_resume(
     num_steps: int | None,
     say: Callable[[str], None],
 ) -> bool:
-    """Whether a script that is killed and started again ends as if it had been left alone, bit for bit.
+    """Whether a script that is killed and started again ends with the same bits as an undisturbed run.
 
     Args:
-        script: The user's script, with a `Checkpointer`; started with `evenstep run`.
-        arguments: Its own.
-        num_ranks: On how many.
-        kill_at: The step in which all ranks are killed; None: two thirds through. The checkpoint is that of a few
-            steps before.
-        num_steps: End the runs after so many steps; None: at the script's own end.
-        say: Told what is going on, a line each.
+        script: The user's script, with a `Checkpointer`. `evenstep run` starts it.
+        arguments: The command-line arguments of the script.
+        num_ranks: The number of ranks.
+        kill_at: The step in which all ranks are killed; None: after two thirds of the steps. A checkpoint is saved a
+            few steps before.
+        num_steps: The number of steps after which the runs end; None: the script's own end.
+        say: Called with each line of progress.
 
     Raises:
         ConfigurationError: There is no such script, or a number makes no sense.
@@ -74,14 +74,14 @@ def verify_resume(
         save_at = max(1, kill_at - 1 - last // 10)
         say(f"2 of 3: saved at step {save_at} of {last}, and killed at step {kill_at}")
         run("run to be killed", plan("b", "killed", save_at, kill_at), dies=True)
-        # The script's own checkpoints count, too: a later one is what it resumes from, and may have replaced ours.
+        # The script resumes from its own checkpoint if that is later, and may have removed ours.
         saved = max(checkpoints_in(LocalDirectory(root / "b")), default=0)
         if saved < save_at:
             raise UsageError(f"the run to be killed left no checkpoint of step {save_at}.")
         say("3 of 3: started again")
         run("run that resumes", plan("b", "resumed"))
         resumed = [read_trace(root / "resumed" / f"rank-{rank}.jsonl") for rank in range(num_ranks)]
-        # A local tier keeps later steps, up to the last one before the kill.
+        # A local tier may have later checkpoints, up to the last step before the kill.
         latest = kill_at if (root / "b-local").exists() else saved + 1
     first = min(resumed[0], default=0)
     if not saved < first <= latest:

@@ -1,4 +1,4 @@
-"""Traces of two runs of one script, step by step, and where they first differ. Pure."""
+"""Compares the traces of two runs of a script, step by step. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Step:
     """One step on one rank.
 
     Attributes:
-        rows: A digest of each sample that the model was given.
-        tensors: A digest of each tensor that is saved, after the step.
+        rows: A digest of each sample that the model was called with.
+        tensors: By name, a digest of each tensor of a checkpoint, after the step.
     """
 
     rows: tuple[int, ...]
@@ -22,7 +22,7 @@ class Step:
 
 
 def read_trace(path: Path) -> dict[int, Step]:
-    """A rank's steps. If a step is there twice, before a kill and after a resume, the later one counts."""
+    """Read the steps of a rank, by number. A step that was repeated after a resume counts once, the later one."""
     steps = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -34,11 +34,11 @@ def read_trace(path: Path) -> dict[int, Step]:
 
 
 def first_difference(straight: Sequence[Mapping[int, Step]], resumed: Sequence[Mapping[int, Step]]) -> str | None:
-    """Where the resumed run left the undisturbed one, in words; None if it never did.
+    """A text on the first difference between a resumed and an undisturbed run; None if there is none.
 
     Args:
-        straight: By rank, the steps of the run that was left alone.
-        resumed: The same of the steps after the resume.
+        straight: By rank, the steps of the undisturbed run.
+        resumed: By rank, the steps of the resumed run after its resume.
     """
     for step in sorted({step for trace in resumed for step in trace}):
         for rank, (ours, theirs) in enumerate(zip(straight, resumed, strict=True)):
@@ -57,7 +57,7 @@ def first_difference(straight: Sequence[Mapping[int, Step]], resumed: Sequence[M
 
 
 def _difference(ours: Step, theirs: Step) -> str | None:
-    """Samples first: other samples are the reason for other tensors."""
+    """A text on the difference of two steps; None if equal. Samples come first, as they change all tensors."""
     if len(ours.rows) != len(theirs.rows):
         return f"{len(theirs.rows)} samples instead of {len(ours.rows)}"
     for index, (row, other) in enumerate(zip(ours.rows, theirs.rows, strict=True)):

@@ -68,7 +68,7 @@ _SEEDS = (".manual_seed", ".manual_seed_all", ".seed_everything", ".set_seed", "
 
 
 def read(script: Script) -> Found:
-    """Loaders without a sampler of ranks, or with one of the node's; batches that are drawn alike."""
+    """Training loaders without a distributed sampler, or with one for local ranks; batches drawn with equal seeds."""
     by_hand = divides_by_hand(script)
     for loader in training_loaders(script):
         sampler, dataset = sampler_of(loader), loader.argument("dataset", 0)
@@ -108,7 +108,7 @@ def _of_the_node(script: Script, loader: Call) -> Found:
 
 
 def _asking(sampler: Call) -> str:
-    """The sampler without a rank: then it asks the process group."""
+    """The code of a sampler without `rank` and `num_replicas`, which it then takes from the process group."""
     plain = [text_of(each).rstrip(", ") for each in sampler.node.args]
     kept = [each for each in plain[:1] + plain[1:] if not re.match(r"(?:rank|num_replicas)\s*=", each)]
     return f"{target_of(sampler) or 'sampler'} = {text_of(sampler.node.func)}({', '.join(kept)})"
@@ -132,7 +132,7 @@ def _same_draws(script: Script) -> Found:
 
 
 def _with_a_sampler(script: Script, loader: Call) -> tuple[str, tuple[Edit, ...]]:
-    """(mend, edits): the call with a sampler in the place of `shuffle`, where the process group surely exists."""
+    """(mend, edits) that pass a sampler instead of `shuffle`; edits only if the process group certainly exists."""
     dataset, shuffle, text = loader.argument("dataset", 0), text_of(loader.argument("shuffle")), text_of(loader.node)
     plain = re.sub(r",\s*shuffle=(?:True|False)\b", "", text)
     prefix, _, kind = dotted(loader.node.func).rpartition(".")

@@ -53,13 +53,13 @@ from evenstep.tools.doctor.scene import Event, Refuted, Scene, Seen, is_enough
 
 
 def read(script: Script) -> Found:
-    """Samplers of loaders that are read in several epochs."""
+    """Shuffling samplers of training loaders that are read in several epochs, without a changing `set_epoch`."""
     told: set[Call] = set()
     constant: dict[Call, Call] = {}
     for call in script.named(".set_epoch"):
         told_now = script.makers(script.values(call.receiver, call.frame), "sampler")
         if not told_now:
-            return  # of an object that isn't known: perhaps the very one
+            return  # an unknown object, perhaps this sampler
         if isinstance(call.positional(0), cst.Integer):
             constant |= dict.fromkeys(told_now, call)
         else:
@@ -107,7 +107,7 @@ def _epoch(begin: Event) -> int | None:
 
 
 def _epochs(script: Script, loader: Call) -> tuple[Loop, Loop | None] | None:
-    """(the loop that reads a loader, the one around it), if it is gone through more than once."""
+    """(the loop that reads a loader, the loop around it) if the loader is read more than once; else None."""
     for loop in script.training_loops:
         if loader in script.makers(script.loaders_of(loop)):
             around = script.loops_around(loop.frame.parent) if loop.frame.parent is not None else []
@@ -121,7 +121,7 @@ def _epochs(script: Script, loader: Call) -> tuple[Loop, Loop | None] | None:
 def _told(
     script: Script, site: Call, loop: Loop, outer: Loop | None, *, is_certain: bool
 ) -> tuple[str, tuple[Edit, ...]]:
-    """(mend, edits): `loader.sampler.set_epoch(epoch)` before the loop over the loader, where both names are known."""
+    """(mend, edits) that add `loader.sampler.set_epoch(epoch)` before the loop, if both names are known."""
     read = loop.iterates
     while isinstance(read, cst.Call) and dotted(read.func) in ("enumerate", "tqdm") and read.args:
         read = read.args[0].value

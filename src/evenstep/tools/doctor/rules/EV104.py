@@ -55,7 +55,7 @@ _DIVIDED = re.compile(rf"(?i)//\s*[\w.()]*(?:{WORLD.pattern[4:]})")
 
 
 def read(script: Script) -> Found:
-    """Batch sizes by what their names and sums say."""
+    """Batch sizes whose names or arithmetic mean another batch than the loader's argument does."""
     trained = training_loaders(script)
     for loader in script.named("torch.utils.data.DataLoader", "evenstep.DataLoader"):
         ours = loader.name.startswith("evenstep.")
@@ -86,7 +86,7 @@ def read(script: Script) -> Found:
 
 
 def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> cst.BinaryOperation | None:
-    """A product with the number of ranks among what a batch size is made of."""
+    """The product with the number of ranks that a batch size is computed from; None if there is none."""
     for each, where in origins(script, size, loader.frame):
         if not isinstance(each, cst.BinaryOperation) or not isinstance(each.operator, cst.Multiply):
             continue

@@ -56,7 +56,7 @@ _TRIMS = re.compile(r":\s*(?:len\(|n\w*_samples|num_|total)")
 
 
 def read(script: Script) -> Found:
-    """Evaluations whose sums, or gathered outputs, have the repeated samples in them."""
+    """Evaluations whose sums or gathered outputs include repeated samples."""
     slices = [text_of(node) for file in script.files for node, _ in file.slices]
     if any(map(_TRIMS.match, slices)) or script.uses("drop_duplicates", "gather_for_metrics", "unique"):
         return
@@ -90,7 +90,7 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """A sampler of an evaluation that hands out more samples than there are."""
+    """Evaluation samplers that yield more samples than the data set has."""
     for loop in run.loops[0] if run.loops else []:
         count, padded = loop.begin["num_samples"], loop.begin["padded_to"]
         evaluates = loop.num_evaluated and not loop.num_steps and loop.begin["is_distributed"]
@@ -104,7 +104,7 @@ def _sums(call: Call) -> bool:
 
 
 def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:
-    """True if an object that isn't known is given the results, which may count each sample once."""
+    """Whether the results go to an unknown object, which may count each sample once."""
     updates = [call for call in calls if call.last in ("update", "add_batch") and call.receiver is not None]
     roots = [(dotted(call.receiver).partition(".")[0], call) for call in updates]
     return any(

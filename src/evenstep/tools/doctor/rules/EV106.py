@@ -52,11 +52,11 @@ from evenstep.tools.doctor.scene import Scene, Seen, same_samples
 
 
 def read(script: Script) -> Found:
-    """Streams that are made without a word of ranks."""
+    """Streams whose construction names no rank."""
     for loader in training_loaders(script):
         names, dataset = streams(script, loader), loader.argument("dataset", 0)
         if loader in script.prepared and script.uses_accelerate:
-            continue  # which shards streams, or sends batches from rank 0
+            continue  # accelerate shards streams, or sends batches from rank 0
         if not names or depends_on_ranks(script, dataset, loader.frame) or divides_by_hand(script):
             continue
         if names[0] != text_of(dataset):

@@ -28,9 +28,9 @@ from evenstep.tools.doctor.scene import Scene, Seen, same_draws
 
 
 def seen(run: Scene) -> Seen:
-    """Two ranks drew from one state while they loaded samples."""
+    """Two ranks loaded samples with the same random state."""
     of_workers = {place for place, _ in same_draws(run, of_workers=True)}
-    # Workers that all begin alike do so on all ranks: one mistake.
+    # Workers with equal seeds have them on all ranks, too. That is one mistake, reported by EV108.
     for place, evidence in same_draws(run, of_workers=False):
         if place not in of_workers:
             yield run.finding(place, evidence)

@@ -35,6 +35,6 @@ from evenstep.tools.doctor.scene import Scene, Seen, same_draws
 
 
 def seen(run: Scene) -> Seen:
-    """Two workers drew from one state."""
+    """Two workers loaded samples with the same random state."""
     for place, evidence in same_draws(run, of_workers=True):
         yield run.finding(place, evidence)

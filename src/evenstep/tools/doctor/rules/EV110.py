@@ -52,7 +52,7 @@ def _seeds_alike(script: Script, call: Call) -> bool:
 
 
 def seen(run: Scene) -> Seen:
-    """Samples of the same numbers that aren't the same on two ranks, though a sampler divides them."""
+    """Samples with equal indices but different contents on two ranks, although a sampler divides them."""
     for rank, mine, other in pairs(run.loops):
         ours, theirs = mine.begin["looks"], other.begin["looks"]
         are_other = bool(ours and theirs) and _are_other(ours, theirs)
@@ -62,6 +62,6 @@ def seen(run: Scene) -> Seen:
 
 
 def _are_other(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Whether three samples differ in the first thing that each consists of, and not only there: that may be noise."""
+    """Whether three samples differ in all their parts. If the first parts agree, the difference may be noise."""
     differs, parts = [a != b for a, b in zip(ours, theirs, strict=False)], max(1, len(ours) // 3)
     return len(ours) == len(theirs) and all(differs[::parts]) and all(any(differs[k::parts]) for k in range(parts))

@@ -45,7 +45,7 @@ _LOUD = ("INFO", "DEBUG", "'INFO'", '"INFO"')
 
 
 def read(script: Script) -> Found:
-    """Calls of the training and the evaluation that print, or log where logging is loud on every rank."""
+    """Prints and progress-bar writes in training and evaluation, and logging if every rank shows INFO."""
     if _prints_otherwise(script):
         return
     logs = _logs_on_all_ranks(script)
@@ -60,7 +60,7 @@ def read(script: Script) -> Found:
 
 
 def _prints_otherwise(script: Script) -> bool:
-    """True if `print` isn't python's: replaced in a function that somebody calls, or at the top level."""
+    """Whether the script replaces `print`, at the top level or in a function that is called."""
     own = (file.functions.get("print") for file in script.files)
     if script.named(".setup_for_distributed") or any(each and each.frame.kind == "module" for each in own):
         return True
@@ -72,7 +72,7 @@ def _prints_otherwise(script: Script) -> bool:
 
 
 def _logs_on_all_ranks(script: Script) -> bool:
-    """True if logging was set up to show INFO, on whatever rank."""
+    """Whether logging is set up to show INFO on every rank."""
     quiet = script.named(".setLevel", ".disable", ".addFilter")
 
     def is_of_all(call: Call) -> bool:

@@ -39,7 +39,7 @@ from evenstep.tools.doctor.asking import (
 
 
 def read(script: Script) -> Found:
-    """Bars without `disable`, in the loops of the training and around their loaders."""
+    """Progress bars without `disable` in training and evaluation loops, and around their loaders."""
     for call in script.calls:
         if not BARS.fullmatch(call.name) or call.has_star or call.argument("disable") is not None:
             continue
@@ -52,5 +52,5 @@ def read(script: Script) -> Found:
 
 
 def _is_in_training(script: Script, call: Call) -> bool:
-    loops = [*script.training_loops, *script.evaluation_loops]  # the bar is perhaps what such a loop goes through
+    loops = [*script.training_loops, *script.evaluation_loops]  # such a loop may iterate over the bar
     return in_training_or_evaluation(script, call) or any(each.frame.function is call.frame.function for each in loops)

@@ -38,7 +38,7 @@ _TRACKERS += ("aim.Run",)
 
 
 def read(script: Script) -> Found:
-    """Trackers that no argument, and no condition, keeps to one rank."""
+    """Trackers that neither an argument nor a condition limits to one rank."""
     for call in script.named(*_TRACKERS):
         chosen = call.argument("mode") is not None or call.argument("group") is not None or call.has_star
         names = (

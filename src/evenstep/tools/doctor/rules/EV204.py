@@ -41,7 +41,7 @@ from evenstep.tools.doctor.scene import Scene, Seen, same_paths
 
 
 def read(script: Script) -> Found:
-    """Saving calls on every rank, or on one of every node."""
+    """Saving calls that run on every rank, or on one rank of every node."""
     for call in saves(script):
         once_a_node = _runs_once_a_node(script, call.frame)
         path = call.argument("f", 1) if call.last in ("save", "save_file", "save_model") else call.positional(0)
@@ -64,15 +64,15 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """One file that several ranks saved."""
+    """Files that several ranks saved."""
     for path, places in same_paths(run, "save").items():
         yield run.finding(places[0], f"{len(places)} ranks saved {path.rpartition('/')[2]}")
 
 
 def _runs_once_a_node(script: Script, frame: Frame, depth: int = 3) -> bool:
-    """True under `local_rank == 0` and no condition on the global rank, here or around all calls of the function."""
+    """Whether a frame, or each call of its function, is under `local_rank == 0` and no test of the global rank."""
     if script.starts_ranks:
-        return False  # those of one node
+        return False  # such a script starts ranks on one node only
     tests = [each for each in frame.outwards() if each.kind == "if" and each.holds]
     kinds = [script.kinds(inner, each) for each in tests for inner in walk(each.test)]
     if any("main" in each and "local main" not in each for each in kinds):

@@ -51,7 +51,7 @@ _PACKED = re.compile(r"(?:gzip|lzma|tarfile|zipfile|bz2|wave|Image)\.")
 
 
 def read(script: Script) -> Found:
-    """Files that are opened for writing, calls that write one, downloads."""
+    """Files opened for writing, calls that write a file, and downloads, on every rank."""
     for call in script.calls:
         if call.name.startswith("torchvision.datasets.") and is_true(call.argument("download")):
             if on_all_ranks(script, call) and not _is_done_before(script, call):
@@ -60,11 +60,11 @@ def read(script: Script) -> Found:
                 yield found(call, f"{call.text} downloads on every rank at the same time", mend=mend)
             continue
         path = _path(call)
-        # Written beside and renamed, a file is whole whichever rank comes last.
+        # A file that is written under another name and then renamed is complete, whichever rank is last.
         moves = script.named("os.replace", "os.rename", "shutil.move") if path is not None else []
         if path is None or any(each.frame.function is call.frame.function for each in moves):
             continue
-        # What else than a path that is written out a module of helpers is given may differ between ranks.
+        # In another module than the script, a path that isn't written out may differ between ranks.
         is_known = call.frame.file is script.files[0] or behind(script, path, call.frame, _WRITTEN_OUT, 2)
         if is_known and on_all_ranks(script, call) and not is_of_a_rank(script, path, call):
             mend, edits = guarded(script, call)
@@ -74,7 +74,7 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """One file that several ranks wrote, and not as a checkpoint."""
+    """Files that several ranks wrote, other than checkpoints."""
     saved = {path for events in run.evidence.of("save", hurried=True) for each in events if (path := each["path"])}
     for path, places in same_paths(run, "write").items():
         if path not in saved and not path.endswith((".pyc", ".lock")):
@@ -82,7 +82,7 @@ def seen(run: Scene) -> Seen:
 
 
 def _path(call: Call) -> cst.CSTNode | None:
-    """The path that a call writes; None of other calls."""
+    """The path of the file that a call writes; None for other calls."""
     if call.name == "open" or (call.last == "open" and call.receiver is not None and call.name != "os.open"):
         mode = call.argument("mode", 1 if call.name == "open" or _PACKED.match(call.name) else 0)
         if not _WRITING.fullmatch(text_of(mode)):
@@ -95,6 +95,6 @@ def _path(call: Call) -> cst.CSTNode | None:
 
 
 def _is_done_before(script: Script, download: Call) -> bool:
-    """True if another call of the same data set is guarded, so that this one finds the files."""
+    """Whether another download of the same data set may be guarded, so that this call finds the files."""
     same = [call for call in script.calls if call is not download and call.name == download.name]
     return any(script.perhaps_some_ranks_only(call.frame) for call in same)

@@ -35,7 +35,7 @@ from evenstep.tools.doctor.scene import Scene, Seen, by_place
 
 
 def read(script: Script) -> Found:
-    """States of what surely is the wrapper, where they are saved."""
+    """Saved `state_dict`s of an object that certainly is the wrapper."""
     if script.uses("consume_prefix_in_state_dict_if_present") or any(each[1:-1] == "module." for each in script.texts):
         return
     for save in with_what(script, saves(script)):
@@ -54,7 +54,7 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """A file whose names all began with `module.`."""
+    """Saved files whose names all begin with `module.`."""
     prefixed = [each for each in run.evidence.all("save", hurried=True) if each["has_prefix"]]
     for place in by_place(prefixed):
         yield run.finding(place, "the names in the file began with `module.`")

@@ -51,11 +51,11 @@ _OPTIMIZER = r"(?i)optim\w*[^,]*state_dict|opt\w*\.state_dict"
 
 
 def read(script: Script) -> Found:
-    """Dictionaries with an optimizer's state, in a script that loads one."""
+    """Saved dictionaries with an optimizer's state but without other state, in a script that loads a state."""
     if not script.named(".load_state_dict"):
         return
     schedules = [call for call in script.calls if "." in call.name and "scheduler" in script.kinds_made(call)]
-    scalers = script.named(".GradScaler") if script.named(".scale") else []  # made, and used
+    scalers = script.named(".GradScaler") if script.named(".scale") else []  # only scalers that are used
     parts = [("the epoch or step", r"(?i)epoch|step|iter|position|progress", '"epoch": epoch')]
     for what, made_by in (("scaler", scalers), ("scheduler", schedules)):
         entry = f'"{what}": {target_of(made_by[0]) or what}.state_dict()' if made_by else ""
@@ -75,7 +75,7 @@ def read(script: Script) -> Found:
 
 
 def _added(script: Script, state: cst.CSTNode | None, save: Call) -> list[str]:
-    """What is put into a dictionary after it was made."""
+    """The texts of items that are added to a dictionary after it was made."""
     names = names_in(state) if isinstance(state, cst.Name | cst.Attribute) else set()
     return [
         text_of(each.target) + text_of(each.value)

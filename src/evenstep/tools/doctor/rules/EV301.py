@@ -28,7 +28,7 @@ from evenstep.tools.doctor.asking import Found, Script, found, local_rank, on_ra
 
 
 def read(script: Script) -> Found:
-    """The first move to `cuda`, where the script itself makes the process group: a library may choose the device."""
+    """The first move to `cuda`, in a script that makes its process group itself: a library may choose the device."""
     makes_group = script.named("torch.distributed.init_process_group")
     chooses = script.named(".set_device", "torch.cuda.device") or script.uses("device_id")
     if (

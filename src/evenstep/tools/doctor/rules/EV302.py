@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"[\"']cuda:\d+[\"']")
 
 
 def read(script: Script) -> Found:
-    """Calls with the number of a GPU in them, unless there are several: each rank then drives several GPUs."""
+    """Calls with a fixed GPU number. With several numbers in a script, each rank uses several GPUs: no finding."""
     texts = [*script.texts, *(text_of(call.positional(0)) for call in script.named(".cuda", ".to"))]
     if len({number[1] for each in texts if (number := _NUMBER.fullmatch(each))}) > 1:
         return

@@ -39,7 +39,7 @@ _OF_TRAINING = re.compile(
 
 
 def read(script: Script) -> Found:
-    """The first such call of each line."""
+    """Calls in every step that make the host wait for the GPU."""
     for call in script.calls:
         if _waits(script, call) and per_step(script, call):
             value = text_of(call.receiver).removesuffix(".detach()")

@@ -27,7 +27,7 @@ _SAYS_SO = r"\bget_rank\(\)|[\"'](?:RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK)[\"']
 
 
 def read(script: Script) -> Found:
-    """The first device that is made of a name which surely is the global rank."""
+    """The first device whose number certainly is the global rank."""
     if script.starts_ranks or script.uses_accelerate or script.uses_fabric or script.uses_evenstep:
         return
     for call in script.calls:
@@ -36,7 +36,7 @@ def read(script: Script) -> Found:
             given = [call.positional(0), call.positional(1), call.argument("device")]
         names = [each for node in given for each in walk(node) if isinstance(each, cst.Name | cst.Attribute | cst.Call)]
         is_rank = any(script.kinds(each, call.frame) == {"rank"} for each in names)
-        # The process group, or a launcher's variable, must have said so.
+        # The rank must come from the process group or a launcher's variable, not only from a name.
         if is_rank and any(behind(script, each, call.frame, _SAYS_SO) for each in names):
             mend = f"torch.cuda.set_device({local_rank(script, call)})"
             yield found(call, f"{call.text} takes the global rank as the number of a GPU", mend=mend)

@@ -29,7 +29,7 @@ from evenstep.tools.doctor.scene import Scene, Seen
 
 
 def read(script: Script) -> Found:
-    """Collectives behind a condition that holds on some ranks, unless the others have one of the same name."""
+    """Collectives under a condition that holds on some ranks, unless the other ranks call one of the same name."""
     guarded = [call for call in collectives(script) if script.perhaps_some_ranks_only(call.frame)]
     for call in guarded:
         alike = [each for each in guarded if each.last == call.last]
@@ -39,7 +39,7 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """Calls of some ranks, behind a condition on the rank."""
+    """Collectives that only some ranks called, under a condition on the rank."""
     for call, evidence, cost in calls_on_some(run):
         if is_guarded(run, call):
             yield run.finding(call.place, evidence, cost=cost)

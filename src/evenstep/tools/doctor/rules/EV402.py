@@ -77,14 +77,14 @@ _Leaving = dict[Frame, list[tuple[Frame, str]]]
 
 
 def read(script: Script) -> Found:
-    """Steps and epochs that a rank leaves by a condition on its own numbers."""
+    """Steps that a rank skips, and loops that it ends, by a condition on its own numbers."""
     shared, leaving = collectives(script), _ifs_that_leave(script)
     yield from _steps_left_out(script, shared, leaving)
     yield from _stops_alone(script, shared, leaving)
 
 
 def seen(run: Scene) -> Seen:
-    """Calls of some ranks by a condition on data; or calls that differ, where no line explains it."""
+    """Collectives that only some ranks called, by a condition on data; or other differences between ranks' calls."""
     on_some = calls_on_some(run)
     for call, evidence, cost in on_some:
         if not is_guarded(run, call):
@@ -96,7 +96,7 @@ def seen(run: Scene) -> Seen:
         here, there, rank = apart
         evidence = f"where rank 0 called {told_call(run, here)}, rank {rank} called {told_call(run, there)}"
         yield run.finding(here.place, evidence, cost=ENDED if hang is None else "")
-    elif hang is not None and hang.waiting and hang.missing:  # else all are in one call: a machine that is busy
+    elif hang is not None and hang.waiting and hang.missing:  # else all are in one call, and the machine is busy
         yield run.finding(hang.waiting[min(hang.waiting)].place, how_it_hangs(run))
     elif ended_apart(run):
         counts = [len(calls_of(events)) for events in run.evidence.ranks]
@@ -104,7 +104,7 @@ def seen(run: Scene) -> Seen:
 
 
 def _ifs_that_leave(script: Script) -> _Leaving:
-    """By a loop's frame, the `if`s of its own body that go to its next round or out of it, with their bodies' texts."""
+    """By loop frame, the `if` branches in its body that end with `continue`, `break` or `return`, and their texts."""
     leaving: _Leaving = {}
     for each in (each for file in script.files for each in file.ifs):
         body = each.node.body if isinstance(each.node, cst.If) and leaves(each.node.body) else None
@@ -116,7 +116,7 @@ def _ifs_that_leave(script: Script) -> _Leaving:
 
 
 def _steps_left_out(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
-    """`if torch.isnan(loss): continue` before the backward pass, which the other ranks make."""
+    """Steps with `if torch.isnan(loss): continue` before the backward pass, in which the other ranks wait."""
     for loop in script.step_loops if has_wrapped(script) else ():
         passes = [each for each in script.backward_calls if loop in script.loops_around(each.frame)]
         for each, _ in leaving.get(loop.frame, ()):
@@ -134,9 +134,9 @@ def _steps_left_out(script: Script, shared: list[Call], leaving: _Leaving) -> Fo
 
 
 def _stops_alone(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
-    """A `break` for what a rank has measured on its own part of the validation data."""
+    """Loops that end by a result of the rank's own part of the validation data."""
     if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
-        return  # whose numbers are those of all ranks
+        return  # these libraries compute numbers of all ranks
     evaluations = [(loop.frame.function, script.loaders_of(loop)) for loop in script.evaluation_loops]
     measures = {
         each
@@ -159,7 +159,7 @@ def _stops_alone(script: Script, shared: list[Call], leaving: _Leaving) -> Found
 
 
 def _device(script: Script) -> str:
-    """Where a number must lie that ranks exchange."""
+    """The `device` argument for a number that ranks exchange."""
     return ', device="cuda"' if script.uses_gpus else ""
 
 
@@ -169,7 +169,7 @@ def _is_divided(script: Script, loader: Call) -> bool:
 
 
 def _behind(script: Script, test: Frame) -> Iterator[cst.CSTNode]:
-    """A condition, what its names are given, and the conditions under which they are given it."""
+    """A condition, the values assigned to its names, and the conditions around those assignments, recursively."""
     pending: list[tuple[cst.CSTNode | None, Frame, int]] = [(test.test, test, 4)]
     seen: set[int] = set()
     while pending:
@@ -190,7 +190,7 @@ def _calls_behind(script: Script, test: Frame) -> list[Call]:
 
 
 def _is_shared(script: Script, test: Frame, shared: list[Call]) -> bool:
-    """True if ranks have exchanged what a condition rests on, as far as names and the calls behind them tell."""
+    """Whether ranks seem to have exchanged the values of a condition, by its names and the calls behind them."""
     names = {name for call in shared for argument in call.arguments for name in names_in(argument)}
     if any(names_in(node) & names for node in _behind(script, test)):
         return True

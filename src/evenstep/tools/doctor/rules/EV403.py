@@ -28,7 +28,7 @@ from evenstep.tools.doctor.asking import BARRIERS, Found, Script, collectives, f
 
 
 def read(script: Script) -> Found:
-    """Barriers in every round of a step loop."""
+    """Barriers in every iteration of a step loop."""
     for call in collectives(script):
         if call.last in BARRIERS and per_step(script, call):
             mend = f"# no {call.text} here: the gradients' all-reduce keeps ranks together"

@@ -31,6 +31,6 @@ from evenstep.tools.doctor.scene import Scene, Seen
 
 
 def seen(run: Scene) -> Seen:
-    """Passes of some ranks that have sent something."""
+    """Forward passes that only some ranks made and that communicate."""
     for forward, evidence, cost in models_on_some(run):
         yield run.finding(forward.place, evidence, cost=cost)

@@ -36,7 +36,7 @@ from evenstep.tools.doctor.scene import MIB, Scene, Seen, passes_of_steps
 
 
 def seen(run: Scene) -> Seen:
-    """Lines whose passes exchanged gradients each time, several times in a step."""
+    """Lines with several backward passes per step, each of which exchanged gradients."""
     sizes = run.evidence.of("wrapped")[0] if run.evidence.ranks else []
     mib = sum(each["num_bytes"] for each in sizes) / MIB
     for place, _, passes, synced, _ in passes_of_steps(run):

@@ -33,11 +33,11 @@ from collections.abc import Sequence
 from evenstep.tools.doctor.scene import Event, Scene, Seen, passes_of_steps
 
 COMPARED = ("divisor",)
-_CLOSE = 1e-3  # relative difference of two divisors that are taken as equal
+_CLOSE = 1e-3  # relative difference up to which two divisors count as equal
 
 
 def seen(run: Scene) -> Seen:
-    """Mean losses that were divided by another number than a step has passes."""
+    """Mean losses divided by another number than that of the passes of a step."""
     for place, events, passes, _, in_all in passes_of_steps(run):
         evidence = wrong_factor(events, passes, run.world_size, in_all=in_all)
         num = passes if passes > 1 else in_all
@@ -47,14 +47,14 @@ def seen(run: Scene) -> Seen:
 
 
 def wrong_factor(events: Sequence[Event], passes: int, world_size: int, *, in_all: int) -> str:
-    """What is wrong with the number that the mean loss is multiplied by, in words; "" if nothing is.
+    """A text on what is wrong with the factor of a mean loss; "" if nothing is.
 
     Args:
         events: The backward passes of one line.
-        passes: How many of them a step has.
-        world_size: Ranks.
-        in_all: How many a step has of all lines. Lines of one pass each may be an accumulation that is written out, and
-            then they are divided by all of them; or losses of several kinds, with a weight each, or none.
+        passes: The number of this line's passes in a step.
+        world_size: The number of ranks.
+        in_all: The number of all lines' passes in a step. Several lines with one pass each may be an accumulation that
+            is written out, whose losses are divided by this number; or different losses, each with its own weight.
     """
     factors = {round(float(each["factor"]), 9) for each in events if each["factor"] and each["is_mean"]}
     if len(factors) != 1 or any(not each["is_mean"] or each["weighted"] for each in events):

@@ -46,7 +46,7 @@ from evenstep.tools.doctor.asking import (
 
 
 def read(script: Script) -> Found:
-    """Clipping behind passes with a scaler, and no `unscale_` before it."""
+    """Clipping after backward passes with a scaler, without `unscale_` before it."""
     scalers = [call for call in script.named(".GradScaler") if text_of(call.argument("enabled")) != "False"]
     unscales = script.named(".unscale_", ".unscale_gradients")
     makers = script.named("accelerate.Accelerator")
@@ -64,10 +64,10 @@ def read(script: Script) -> Found:
         last = max((each.line for each in before if is_scaling(each.receiver)), default=clip.line)
         steps = [each for each in script.step_calls if each.node.args and each.frame.function is function]
         if any(last < each.line < clip.line for each in steps):
-            continue  # the scaler's step has divided them
+            continue  # the scaler's step has unscaled the gradients
         same = [each.line for each in unscales if each.frame.function is function]
         if scalers and before and not any(is_scaling(each.receiver) for each in before):
-            continue  # of passes without the scaler
+            continue  # clips gradients of passes without the scaler
         if scalers and (not unscales or (same and min(same) > clip.line)):
             mend, edits = _unscaled(script, clip)
             yield found(
@@ -81,7 +81,7 @@ def read(script: Script) -> Found:
 
 
 def _unscaled(script: Script, clip: Call) -> tuple[str, tuple[Edit, ...]]:
-    """(mend, edits): `scaler.unscale_(optimizer)` before it, by the names of the step that follows."""
+    """(mend, edits) that add `scaler.unscale_(optimizer)` before the clipping, with the names of the next step."""
     steps = [each for each in script.step_calls if each.node.args and each.frame.function is clip.frame.function]
     names = {(dotted(each.receiver), text_of(each.positional(0))) for each in steps if each.line > clip.line}
     lines = statement_of(clip)

@@ -29,7 +29,7 @@ from evenstep.tools.doctor.scene import Scene, Seen
 
 
 def seen(run: Scene) -> Seen:
-    """Tensors of an optimizer that no module has, beside parameters that no optimizer has."""
+    """Optimizers with tensors that no module has, while parameters with gradients belong to no optimizer."""
     for event in run.evidence.all("stepped"):
         if event["stale"] and event["untrained"]:
             evidence = (

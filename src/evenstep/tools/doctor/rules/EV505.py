@@ -37,7 +37,7 @@ COMPARED = ("average",)
 
 
 def seen(run: Scene) -> Seen:
-    """Means over labels, and sums that the script has divided itself, of other numbers on two ranks."""
+    """Means over labels, and sums that the script divides itself, by different numbers on two ranks."""
     backward, losses = run.evidence.of("backward"), run.evidence.of("loss")
     if len(losses) < 2:
         return
@@ -70,5 +70,5 @@ def _different(
 
 
 def _leaves_out(mine: Event, other: Event) -> bool:
-    """Whether labels were left out; else a batch is just smaller than another."""
+    """Whether labels were left out. If not, one batch is just smaller than the other."""
     return any(each["valid"] < each["labels"] for each in (mine, other))

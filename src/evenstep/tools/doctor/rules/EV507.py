@@ -37,7 +37,7 @@ FEW_ROWS = 8
 
 
 def seen(run: Scene) -> Seen:
-    """The first normalisation that had fewer; a script that synchronises on GPUs is let alone: torch refuses a CPU."""
+    """The first batch norm over few rows. Scripts that convert to SyncBatchNorm, which needs GPUs, have no finding."""
     for place, events in by_place(run.evidence.all("norm")).items():
         rows = usual(each["rows"] for each in events)
         if rows < FEW_ROWS and not run.facts.syncs_norms:

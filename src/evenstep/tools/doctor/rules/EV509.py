@@ -56,7 +56,7 @@ _DATA = re.compile(r"(?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)")
 
 
 def read(script: Script) -> Found:
-    """Schedulers that are stepped in a step loop, by what their lengths are made of."""
+    """Schedulers that step per batch, with a length that counts the batches of all ranks."""
     for call in script.calls:
         if not call.name.startswith(("torch.optim.lr_scheduler.", "transformers.get_")) or not _is_stepped(
             script, call
@@ -76,7 +76,7 @@ def read(script: Script) -> Found:
 
 
 def _is_stepped(script: Script, scheduler: Call) -> bool:
-    """True if a step loop steps it."""
+    """Whether a scheduler is stepped in a step loop."""
     if "scheduler" not in script.kinds_made(scheduler):
         return False
     calls = [each for each in script.calls if each.last == "step"]
@@ -85,7 +85,7 @@ def _is_stepped(script: Script, scheduler: Call) -> bool:
 
 
 def _whole_batches(script: Script, node: cst.CSTNode, frame: Frame) -> str:
-    """Where `len(dataset)` is divided in it; the length of a loader is that of one rank's batches."""
+    """The code within a node that divides `len(dataset)`; "" without. A loader's length counts one rank's batches."""
     for each in walk(node):
         if isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Divide | cst.FloorDivide):
             counted = _counted(each.left)
@@ -97,7 +97,7 @@ def _whole_batches(script: Script, node: cst.CSTNode, frame: Frame) -> str:
 
 
 def _counted(node: cst.CSTNode) -> cst.CSTNode | None:
-    """What `len()` is called of."""
+    """The argument of a call of `len`; None for other expressions."""
     is_length = isinstance(node, cst.Call) and dotted(node.func) == "len" and bool(node.args)
     return node.args[0].value if isinstance(node, cst.Call) and is_length else None
 

@@ -31,7 +31,7 @@ from evenstep.tools.doctor.asking import Found, Script, by_library, found, text_
 
 
 def read(script: Script) -> Found:
-    """Backward passes of the loss itself, under a library that scales it."""
+    """Calls of `loss.backward()` in a script whose library scales the loss."""
     chosen = [call.argument("mixed_precision") for call in script.named("accelerate.Accelerator")]
     chosen += [call.argument("precision") for call in script.named(".Fabric")]
     if not any(text_of(each).strip("\"'") in ("fp16", "16", "16-mixed") for each in chosen):

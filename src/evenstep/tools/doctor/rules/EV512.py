@@ -41,7 +41,7 @@ from evenstep.tools.doctor.asking import (
 
 
 def read(script: Script) -> Found:
-    """Two steps of one optimizer in one round: the scaler's and its own."""
+    """Optimizers that step twice in one iteration: through the scaler and directly."""
     scaled = [call for call in script.step_calls if call.node.args and call.receiver is not None]
     for call in script.step_calls:
         name = text_of(call.receiver)

@@ -24,7 +24,7 @@ from evenstep.tools.doctor.scene import Scene, Seen
 
 
 def seen(run: Scene) -> Seen:
-    """Ranks that met at one port of the script's; a port that was free is another one on every rank."""
+    """All ranks used one port from the script. A free port that the script looks for differs between ranks."""
     made = [events[0] for events in run.evidence.of("init") if events]
     ports = {each["port"] for each in made}
     if len(made) == run.world_size and len(ports) == 1 and None not in ports:

@@ -28,7 +28,7 @@ from evenstep.tools.doctor.scene import Refuted, Scene, Seen
 
 
 def read(script: Script) -> Found:
-    """A group, but for torch's fake one, and no word of its end."""
+    """A process group that the script never destroys, other than torch's fake one."""
     for call in script.named("torch.distributed.init_process_group"):
         if "fake" not in text_of(call.argument("backend", 0)) and not script.uses("destroy_process_group"):
             yield found(call, f"{call.text} has no dist.destroy_process_group()")
@@ -36,7 +36,7 @@ def read(script: Script) -> Found:
 
 
 def seen(run: Scene) -> Seen:
-    """Whether the group was open when the script ended by itself."""
+    """A process group that was still open when the script ended normally."""
     made = next((each for each in run.evidence.all("init") if each["by_script"]), None)
     ends = run.evidence.of("end", hurried=True)
     fine = all(each["status"] == "0" for events in ends for each in events)

@@ -26,7 +26,7 @@ from evenstep.tools.doctor.asking import Found, Script, found
 
 
 def read(script: Script) -> Found:
-    """Such wrappers, in a script that knows no other."""
+    """Uses of DataParallel, in a script without torch.distributed."""
     for call in script.named("torch.nn.DataParallel", "torch.nn.parallel.DataParallel"):
         if not script.uses_torch_distributed:
             yield found(call, f"{call.text} drives all GPUs from one process")

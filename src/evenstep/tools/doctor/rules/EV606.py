@@ -44,7 +44,7 @@ COMPARED = ("drift",)
 
 
 def seen(run: Scene) -> Seen:
-    """Parameters that differ after two steps: at a pass that goes around the wrapper, else at the backward pass."""
+    """Parameters that differ after two steps, reported at a pass that bypasses the wrapper, or at the backward pass."""
     passes = [each for each in run.evidence.all("backward") if each.places]
     around = [each for each in run.evidence.all("forward") if each["grad"] and not each["wrapped"] and each.places]
     evidence = replicas_differ(run) if passes else ""

@@ -1,4 +1,4 @@
-"""The rules of `evenstep doctor`, a file each.
+"""The rules of `evenstep doctor`, one file for each.
 
 EV1.. data, EV2.. output, EV3.. devices, EV4.. collectives, EV5.. the step, EV6.. starting. A new file is a new rule;
 docs/contributing/rules.md says how to write one.
@@ -17,10 +17,10 @@ from evenstep.tools.doctor.rule import Rule
 
 
 def all_rules() -> Mapping[str, Rule]:
-    """By id, in order.
+    """All rules by id, in order.
 
     Raises:
-        ConfigurationError: LibCST, by which they read, is missing.
+        ConfigurationError: LibCST, which rules need, is missing.
     """
     try:
         import libcst  # noqa: F401
@@ -31,10 +31,10 @@ def all_rules() -> Mapping[str, Rule]:
 
 @functools.cache
 def rules_in(folder: Path) -> Mapping[str, Rule]:
-    """The rules of the files of this folder, by their names.
+    """The rules in the files of a folder, by id.
 
     Raises:
-        ValueError: One of them lacks a part.
+        ValueError: A rule lacks a part.
     """
     names = sorted(each.stem for each in folder.glob("EV*.py"))
     return {name: Rule.of(importlib.import_module(f"{__name__}.{name}")) for name in names}

@@ -1,33 +1,36 @@
-"""What a rank under watch writes down, one line of JSON for each event, and the reader of it. Pure but for the files.
+"""The events that a watched rank writes, one line of JSON for each, and their reader. Pure but for the files.
 
 Kinds of events, and their facts beside time, step and place:
 
     start      a rank begins: `pid`
     init       the process group is made: `port` (a fixed one, or None), `by_script`
-    destroy    it is destroyed
+    destroy    the process group is destroyed
     wrapped    a wrapper is made: `wrapper`, `num_bytes` of gradients
-    enter      a call that other ranks must make, too, begins: `op`, `call` (its number on this rank), `group`
-    leave      it has ended: `call`
+    enter      a collective begins: `op`, `call` (its number on this rank), `group`
+    leave      a collective has ended: `call`
     iterate    a loop over a loader begins: `loader`, `iteration`, and facts of the loader
     batch      a batch was read: `loader`, `iteration`, `rows` (digests of samples)
-    iterated   the loop has ended: `loader`, `iteration`, `num_batches`, `cut` (ended by the watch, and not by itself)
-    fetch      samples were loaded: `worker` (-1: in the rank), `dataset`, `streams` (those that moved, before)
+    iterated   the loop has ended: `loader`, `iteration`, `num_batches`, `cut` (whether doctor ended it early)
+    fetch      samples were loaded: `worker` (-1: in the rank), `dataset`, `number`, `streams` (the states, before, of
+               the random streams that were drawn from)
     forward    an outermost forward pass: `wrapped`, `grad`, `rows`
     backward   a backward pass: `synced`, `factor`, `is_mean`, `is_sum`, `weighted`
-    loss       a loss over labels: `valid`, `labels`, `rows`, `reduction`
+    loss       a loss over labels: `valid`, `labels`, `reduction`
     norm       a batch normalisation in training: `rows`
-    stepped    an optimizer has stepped: `stale`, `untrained`
-    parameters what a model trains: `model` (its number), `when` (0: before step 1, 1: after step 2), `digests` by name
-    apart      ranks may hold other parts of a model from here: `what`
+    stepped    the optimizer that counts steps has stepped: `stale`, `untrained`
+    stepped again   another optimizer has stepped
+    parameters trained parameters of a model: `model` (number), `when` (0: before step 1, 1: after step 2), `digests` by
+               name
+    apart      from here on, ranks may hold different parts of a model: `what`
     write      a file is written: `path`
     save       a checkpoint is saved: `path`, `has_prefix`
-    idle       nothing has happened for a while: the place is where the script is
-    over       enough steps were made; what follows is the end of the script, hurried
+    idle       no event for a while: the place is where the script is
+    over       enough steps were made; from here on, the script is hurried to its end
     join       torch's Join is entered, for ranks with different numbers of batches
-    left       more steps were made than are looked at, and the script was ended
-    raised     the script has raised: `type`, `message`
-    spawns     the script would start ranks of its own: `num_ranks`
-    end        the script has ended: `status` ("gone": its process has, without a word), `has_group`
+    left       the script made many more steps than are watched, and was ended
+    raised     the script raised an exception: `type`, `message`
+    spawns     the script would start its own ranks: `num_ranks`
+    end        the script has ended: `status` ("gone": its process vanished), `has_group`
 """
 
 from __future__ import annotations
@@ -45,14 +48,14 @@ Place = tuple[str, int]  # file and line
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a rank has done.
+    """One event of a rank.
 
     Attributes:
-        kind: See the list above.
-        time_s: On the clock of `time.monotonic`, which all processes of a host share.
-        step: Optimizer steps that were made before.
-        places: File and line in the script's own files, innermost first; empty where none was involved.
-        facts: The rest.
+        kind: One of the kinds in the module's docstring.
+        time_s: The time on the clock of `time.monotonic`, which all processes of a host share.
+        step: The number of optimizer steps before the event.
+        places: (file, line) of the calls in the script's own files, innermost first; empty if there are none.
+        facts: The other facts, by name.
     """
 
     kind: str
@@ -66,46 +69,46 @@ class Event:
 
     @property
     def place(self) -> Place:
-        """The innermost one; ("", 0) without."""
+        """The innermost place; ("", 0) if there is none."""
         return self.places[0] if self.places else ("", 0)
 
     def as_line(self) -> str:
-        """For the file."""
+        """The event as a line of the file."""
         return json.dumps(
             [self.kind, round(self.time_s, 6), self.step, [list(each) for each in self.places], self.facts]
         )
 
     @classmethod
     def from_line(cls, line: str) -> Event:
-        """What `as_line` has written."""
+        """Read a line that `as_line` made."""
         kind, time_s, step, places, facts = json.loads(line)
         return cls(kind, time_s, step, tuple((file, number) for file, number in places), facts)
 
 
 @dataclass(frozen=True)
 class Plan(launch.Plan):
-    """The instructions for a rank under watch; `directory` is where events go, and what the script saves.
+    """The instructions for a watched rank. Events, and the files that the script saves, go to `directory`.
 
     Attributes:
-        num_steps: So many optimizer steps are looked at.
-        world_size: Ranks of this run.
+        num_steps: The number of optimizer steps to watch.
+        world_size: The number of ranks.
     """
 
     num_steps: int
     world_size: int
 
     def file_of(self, rank: int) -> Path:
-        """Where a rank writes its events."""
+        """The file for the events of a rank."""
         return Path(self.directory) / f"events-{rank}.jsonl"
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that would wait for ever.
+    """A run whose ranks would wait for ever.
 
     Attributes:
-        waiting: By rank that waits: the call that it is in.
-        missing: By rank that doesn't come: its last event ("end", "idle", or another call).
+        waiting: By waiting rank, the call that it is in.
+        missing: By rank that doesn't join the call, its last event ("end", "idle", or another call).
     """
 
     waiting: Mapping[int, Event]
@@ -114,14 +117,14 @@ class Hang:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the ranks of a run have written.
+    """The events of all ranks of a run.
 
     Attributes:
-        ranks: By rank, its events, in order.
-        hang: Why the run was ended; None if it wasn't for that.
-        is_late: The run was ended because its time was over.
-        status: Exit status of the launcher.
-        said: What it has written to the screen, the last part.
+        ranks: By rank, its events in order.
+        hang: The hang for which the run was ended; None without one.
+        is_late: Whether the run was ended because its time was over.
+        status: The exit status of the launcher.
+        said: The last part of the run's output.
     """
 
     ranks: Sequence[Sequence[Event]]
@@ -132,15 +135,15 @@ class Evidence:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that all ranks have made."""
+        """The number of optimizer steps that all ranks made."""
         return min((sum(each.kind == "stepped" for each in events) for events in self.ranks), default=0)
 
     def of(self, kind: str, *, hurried: bool = False) -> list[list[Event]]:
-        """By rank, its events of a kind.
+        """By rank, its events of one kind.
 
         Args:
-            kind: Which.
-            hurried: With those after enough steps were made: loops over data are cut short then.
+            kind: The kind.
+            hurried: Include the events after enough steps, when doctor cuts loops over data short.
         """
         return [
             [each for each in (events if hurried else _before_the_end(events)) if each.kind == kind]
@@ -148,7 +151,7 @@ class Evidence:
         ]
 
     def all(self, kind: str, *, hurried: bool = False) -> list[Event]:
-        """The events of a kind, of all ranks."""
+        """The events of one kind of all ranks, as one list."""
         return [each for events in self.of(kind, hurried=hurried) for each in events]
 
 
@@ -167,7 +170,7 @@ class EventFile:
         self.events: list[Event] = []
 
     def read(self) -> list[Event]:
-        """Take in what is new, and return all."""
+        """Read new events, and return all events so far."""
         if self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._offset)

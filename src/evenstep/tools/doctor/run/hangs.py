@@ -1,4 +1,4 @@
-"""Whether ranks wait for one that will never come, from what they have written so far. Pure."""
+"""Whether ranks wait for a rank that will never come, judged by their events so far. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from evenstep.tools.doctor.run.events import Event, Hang, Place
 
-_STUCK_S = 3.0  # in a call, before it is asked whether the others will come
-_LATE_S = 15.0  # a rank that computes, or sleeps, while others wait for it
-_STEPS_LATE = 10.0  # median steps that it may take in any case
-_PATIENCE_S = 60.0  # ranks that are all in the same call
+_STUCK_S = 3.0  # a rank that is longer in a call counts as waiting
+_LATE_S = 15.0  # how long a rank may do nothing new while others wait for it
+_STEPS_LATE = 10.0  # the same, in median steps; the longer time counts
+_PATIENCE_S = 60.0  # how long all ranks may be in the same call
 
 
 def find_hang(ranks: Sequence[Sequence[Event]], now_s: float) -> Hang | None:
-    """Who waits for whom for ever; None as long as it may still go on.
+    """The hang of a run; None if the ranks may still go on.
 
     Args:
         ranks: By rank, its events so far.
@@ -46,7 +46,7 @@ def find_hang(ranks: Sequence[Sequence[Event]], now_s: float) -> Hang | None:
 
 
 def open_call(events: Sequence[Event]) -> Event | None:
-    """The call that a rank is in; None if it is in none."""
+    """The call that a rank is in, or None."""
     left = {event["call"] for event in events if event.kind == "leave"}
     if any(event.kind == "end" for event in events):
         return None
@@ -54,12 +54,12 @@ def open_call(events: Sequence[Event]) -> Event | None:
 
 
 def open_or_last_call(events: Sequence[Event]) -> Event | None:
-    """The call that a rank was in last."""
+    """The call that a rank is in, or else its last one; None without calls."""
     return open_call(events) or next((each for each in reversed(events) if each.kind == "enter"), None)
 
 
 def last_progress_s(events: Sequence[Event]) -> float:
-    """When a rank did something that was new."""
+    """The time of a rank's last event that shows progress: repeated "idle" events at one place don't."""
     time_s, place = 0.0, None
     for event in events:
         if event.kind != "idle" or event.place != place:
@@ -69,28 +69,28 @@ def last_progress_s(events: Sequence[Event]) -> float:
 
 
 def idle_place(ranks: Sequence[Sequence[Event]]) -> Place | None:
-    """Where rank 0 stands while it does nothing new; None if that isn't known."""
+    """The place where rank 0 is idle; None if it isn't, or if that is unknown."""
     events = ranks[0] if ranks else []
     idle = next((each for each in reversed(events) if each.kind == "idle" and each.places), None)
     return None if idle is None or last_progress_s(events) > idle.time_s else idle.place
 
 
 def median_step_s(ranks: Sequence[Sequence[Event]]) -> float:
-    """The median of rank 0's steps; 0.0 before two steps were made."""
+    """The median time of rank 0's steps; 0.0 with fewer than two steps."""
     times = [event.time_s for event in (ranks[0] if ranks else []) if event.kind == "stepped"]
     return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 
 
 def calls_of(events: Sequence[Event]) -> list[Event]:
-    """The calls that other ranks have to make, too, in order."""
+    """The collectives of a rank, in order."""
     return [event for event in events if event.kind == "enter"]
 
 
 def first_apart(ranks: Sequence[Sequence[Event]]) -> tuple[Event, Event, int] | None:
-    """The first calls in which rank 0 and another rank differ.
+    """The first calls that differ between rank 0 and another rank.
 
     Returns:
-        (rank 0's, the other's, the other rank); None where one has only made more of them.
+        (rank 0's call, the other rank's call, the other rank); None if one rank has only made more calls.
     """
     mine = calls_of(ranks[0]) if ranks else []
     for rank, events in enumerate(ranks[1:], 1):

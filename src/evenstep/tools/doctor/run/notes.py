@@ -1,4 +1,4 @@
-"""What a rank under watch does, as events: passes, steps, calls that all ranks make, what it reads and saves."""
+"""Records what a watched rank does as events: passes, steps, collectives, loaders, saved files."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from evenstep.tools.observing.record import Ended, Instead, Loop, Subscriber
 from evenstep.tools.observing.script import caller
 
 _IN_PARTS = re.compile(r"LocalSGD|ModelAverager|FullySharded|FSDP|PipelineStage|DTensor")
-_MOST_LOOKS = 2  # steps in which the parameters of optimizers are looked at
-_MOST_EVALUATED = 8  # batches of a loop that makes no step
-_MOST_FETCHES = 4  # of a worker
+_MOST_LOOKS = 2  # steps of an optimizer in which its parameters are compared with those of modules
+_MOST_EVALUATED = 8  # batches, after which a loop without steps is cut
+_MOST_FETCHES = 4  # recorded fetches of a worker
 
 
 class Notes(Subscriber):
-    """Writes down what this process does, and ends its epochs early.
+    """Records what this process does, and ends its epochs early.
 
     Args:
-        writer: Where to.
-        stepped: Called after every step that counts.
+        writer: Writes the events.
+        stepped: Called after every step of the optimizer that counts steps.
     """
 
     def __init__(self, writer: Writer, stepped: Callable[[], object]) -> None:
         self._writer, self._stepped = writer, stepped
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
-        self._counts: Counter[int] = Counter()  # steps of each optimizer
+        self._counts: Counter[int] = Counter()  # by id of an optimizer, its steps
         self._looked: set[tuple[int, int]] = set()
-        # Models of outermost passes, numbered in the order of their first. Weakly: none may outlive its process group.
+        # Models of outermost passes, numbered in the order of their first pass. References are weak, because no model
+        # may outlive its process group.
         self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._model_numbers = itertools.count()
         self._launched = meeting_point()
@@ -57,7 +58,7 @@ class Notes(Subscriber):
         self._made: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()
         self._loops: weakref.WeakKeyDictionary[Loop, dict[str, int]] = weakref.WeakKeyDictionary()
         self._fetches: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-        # An epoch for each half of the steps.
+        # The steps fill two epochs.
         self._steps_of_epoch = max(1, -(-writer.plan.num_steps // 2))
 
     # ------------------------------------------------------------------ a step
@@ -76,14 +77,14 @@ class Notes(Subscriber):
             return None
         if grad:
             self._used.add(module)
-        # torch's wrapper sends the buffers of rank 0 before the pass, also in an evaluation; and after the first step
-        # it agrees on the order of its buckets.
+        # torch's wrapper broadcasts rank 0's buffers before the pass, also in an evaluation. After the first step, its
+        # replicas agree on the order of buckets.
         sends = getattr(module, "broadcast_buffers", False) and any(True for _ in module.buffers())
         syncs = bool(module.require_backward_grad_sync) and (grad or sends)
         return self._writer.enter("forward of the model") if syncs else None
 
     def _look_at(self, module: nn.Module) -> None:
-        """Note digests of what a model trains, before the first step and after the second: whole parameters only."""
+        """Record digests of a model's trained parameters, before step 1 and after step 2. Sharded ones are left out."""
         if module not in self._models:
             self._models[module] = next(self._model_numbers)
         model, when = self._models[module], self._writer.num_steps // 2
@@ -154,8 +155,8 @@ class Notes(Subscriber):
         init_method = arguments.get("init_method")
         port = self._fixed_port(init_method)
         if port is not None or (self._has_spawned and (init_method or arguments.get("store") is not None)):
-            # Under a launcher with a store of its own the script would wait for one at its own port. And a file or a
-            # store that it has made before it started its ranks is another one in each process here.
+            # The launcher has its own store, so the script would wait in vain for one at its own port. And a file or
+            # store that the script made before it starts its ranks is another one in each process here.
             for name in ("init_method", "store", "rank", "world_size"):
                 arguments.pop(name, None)
             export(self._launched)
@@ -163,7 +164,7 @@ class Notes(Subscriber):
         return self._writer.enter("init_process_group")
 
     def _fixed_port(self, init_method: Any) -> str | None:
-        """The port that the script has written into itself."""
+        """The port that the script itself sets; None if it uses the launcher's."""
         if isinstance(init_method, str) and init_method.startswith("tcp://"):
             return init_method.rpartition(":")[2]
         port = meeting_point().get("MASTER_PORT")
@@ -193,7 +194,7 @@ class Notes(Subscriber):
         self._writer.note("join")
 
     def spawn(self, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> Ended:
-        """A script that starts its own ranks is started once a rank here: each goes on as the rank that it is."""
+        """Run the spawned function in this process as this rank: each rank of doctor's run has started the script."""
         self._writer.note("spawns", num_ranks=nprocs)
         self._has_spawned = True
         if nprocs != self._writer.plan.world_size:
@@ -212,7 +213,7 @@ class Notes(Subscriber):
         self._made.setdefault(loader, self._writer.script.places()[:1])
 
     def loop_begins(self, loop: Loop) -> None:
-        """Note the loader, and the data set of one that is new."""
+        """Record the loader, and for its first loop three samples of the data set."""
         loader = loop.loader
         if loader not in self._loaders:
             self._loaders[loader] = next(self._numbers), itertools.count()
@@ -222,7 +223,7 @@ class Notes(Subscriber):
         self._writer.note("iterate", **self._loops[loop], made=self._made.get(loader, []), **facts)
 
     def cuts(self, loop: Loop) -> bool:
-        """End an epoch after its share of the steps, where its loop can tell an end from a failure."""
+        """End an epoch after half of the watched steps, if the script's loop expects an end."""
         made = self.recorder.num_steps - loop.steps_before
         if self._writer.is_over:
             enough = loop.num_batches >= 1
@@ -233,14 +234,14 @@ class Notes(Subscriber):
         return enough and self._is_in_a_for()
 
     def _is_in_a_for(self) -> bool:
-        """Whether a `for` asks for the next batch, or a library; `next` in the script may not expect an end."""
+        """Whether a `for` or a library requests the next batch: `next` in the script may not expect an end."""
         frame = caller()
         if not self._writer.script.own_file(frame.f_code.co_filename):
             return True
         return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "FOR_ITER"
 
     def batch(self, loop: Loop, batch: Any) -> None:
-        """Note digests of the samples."""
+        """Record digests of the samples."""
         self._writer.write("batch", [], {**self._loops[loop], "rows": row_digests(batch)})
 
     def loop_ended(self, loop: Loop, *, is_cut: bool) -> None:
@@ -248,7 +249,7 @@ class Notes(Subscriber):
         self._writer.write("iterated", [], {**self._loops[loop], "num_batches": loop.num_batches, "cut": is_cut})
 
     def fetch(self, fetcher: Any, index: Any) -> Ended:
-        """Note which random streams move where samples are loaded, in the rank and in forked workers."""
+        """Record which random streams are drawn from while samples are loaded, in the rank and in forked workers."""
         number = next(self._fetches.setdefault(fetcher, itertools.count()))
         if number >= _MOST_FETCHES:
             return None
@@ -264,20 +265,20 @@ class Notes(Subscriber):
 
 
 def _is_in_parts(thing: object) -> bool:
-    """Whether an object trains parts of a model, or lets replicas drift for a while."""
+    """Whether an object shards a model, or lets replicas drift for some steps."""
     return _IN_PARTS.search(type(thing).__name__) is not None
 
 
 def replaced(optimizer: Any) -> dict[str, int]:
-    """Parameters of an optimizer that no module has, and those with a gradient that no optimizer has."""
+    """The numbers of an optimizer's parameters that no module has, and of those with gradients in no optimizer."""
     owned: set[int] = set()
     trained: dict[int, Tensor] = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # `isinstance` would look through proxies, whose objects may have gone
+        kind = type(thing)  # `isinstance` would follow weak proxies, whose objects may be gone
         if issubclass(kind, nn.Module):
             trained |= {id(p): p for p in vars(thing).get("_parameters", {}).values() if p is not None}
         elif issubclass(kind, torch.optim.Optimizer):
-            groups = getattr(thing, "param_groups", ())  # none: its constructor raised, and the exception holds it
+            groups = getattr(thing, "param_groups", ())  # missing if its constructor raised
             owned |= {id(p) for group in groups for p in group["params"]}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -287,7 +288,7 @@ def replaced(optimizer: Any) -> dict[str, int]:
 
 
 def has_prefix(saved: Any, depth: int = 2) -> bool:
-    """Whether a checkpoint has the state of a wrapper: names of tensors that all begin with `module.`. Pure."""
+    """Whether a checkpoint holds a wrapper's state: all names of tensors begin with `module.`. Pure."""
     if not isinstance(saved, Mapping):
         return False
     names = [name for name, value in saved.items() if isinstance(value, Tensor)]

@@ -1,7 +1,7 @@
-"""One rank of a run under watch, started by `evenstep run` with the plan, the script and its arguments.
+"""One rank of a watched run, started by `evenstep run` with the plan, the script and its arguments.
 
-The script runs as it is. After enough optimizer steps its loops over data get one more batch each, so that it comes to
-its end soon; a script that makes steps without a loader is ended.
+The script runs unchanged. After enough optimizer steps, its loops over data get one more batch each, so that it ends
+soon. A script that makes steps without a loader is ended.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from evenstep.tools.observing.record import Recorder
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
 
-_MOST_HURRIED = 24  # steps after those that are looked at; a script without a loader is ended then
+_MOST_HURRIED = 24  # steps after the watched ones; a script without a loader is ended then
 _LONGEST_FAREWELL_S = 8.0
 
 
 class Probe:
-    """Watches this process."""
+    """Records the events of this process."""
 
     def __init__(self, plan: Plan, rank: int, script: str) -> None:
         self.writer = Writer(plan, rank, script)
 
     def install(self, patches: Patches) -> None:
-        """Watch until the patches are undone."""
+        """Start to record, until the patches are undone."""
         writer = self.writer
         Scratch(Path(writer.plan.directory), lambda path: writer.note("write", path=path)).install(patches)
         idle_checkpointers(patches)
@@ -43,7 +43,7 @@ class Probe:
         writer.watch_idleness(patches)
 
     def stepped(self) -> None:
-        """The busiest optimizer has stepped."""
+        """Called when the optimizer that counts steps has stepped: notes when enough were made, or ends the script."""
         made, enough = self.writer.num_steps, self.writer.plan.num_steps
         if made == enough:
             self.writer.note("over")
@@ -57,7 +57,7 @@ class Probe:
         leave_together(Path(plan.directory), self.writer.rank, plan.world_size, _LONGEST_FAREWELL_S)
 
     def run(self, script: str, arguments: Sequence[str]) -> None:
-        """Become the script, and write down how it ends."""
+        """Run the script in this process, and record how it ends."""
         writer = self.writer
         writer.note("start", pid=os.getpid())
         status: Any = 0
@@ -75,10 +75,10 @@ class Probe:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Have this process watched, and run the script in it.
+    """Run the script in this process, and record its events.
 
     Args:
-        arguments: The file of the plan, the script and its own arguments.
+        arguments: The path of the plan, the script and the script's arguments.
     """
     file, script, *rest = arguments
     probe = Probe(Plan.read(Path(file)), current_placement().rank, script)

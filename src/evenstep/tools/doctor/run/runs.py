@@ -1,4 +1,4 @@
-"""Running a script under watch: starts the ranks, reads along, and ends the run before it hangs."""
+"""Runs a script under observation: starts the ranks, follows their events, and ends the run if it would hang."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from evenstep.tools.observing.launch import Observed, launched
 _POLL_S = 0.2
 _LONGEST_S = 300.0  # a run that takes longer is ended
 _CLOSED_S = 5.0
-_HURRIED_S = 15.0  # from enough steps to the end of the script
+_HURRIED_S = 15.0  # the time that the script has to end after enough steps
 _MOST_RANKS = 8
-_SAID_EVERY_S = 20.0  # while no step is made
+_SAID_EVERY_S = 20.0  # between lines of progress while no step is made
 
 
 def watch(
@@ -32,14 +32,14 @@ def watch(
     num_steps: int = 12,
     say: Callable[[str], None] = lambda line: None,
 ) -> Evidence:
-    """Run a script on some ranks and return what they did.
+    """Run a script on some ranks and return their events.
 
     Args:
-        script: The user's script; runs unchanged, and what it saves is kept apart.
-        arguments: Its own.
-        ranks: How many.
-        num_steps: Optimizer steps that are looked at; then the script is hurried to its end.
-        say: Told what is going on, a line each.
+        script: The user's script. It runs unchanged; files that it saves go to a private directory.
+        arguments: The command-line arguments of the script.
+        ranks: The number of ranks.
+        num_steps: The number of optimizer steps to watch; then the script is hurried to its end.
+        say: Called with each line of progress.
     """
     evidence = _run(script, arguments, ranks, num_steps, say)
     wanted = next((int(each["num_ranks"]) for each in evidence.all("spawns")), ranks)
@@ -69,7 +69,7 @@ def _run(
 
 
 def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], say: Callable[[str], None]) -> Evidence:
-    """Read along until the run has ended, or will never; say what it waits for while no step is made."""
+    """Follow the events until the run ends or hangs. While no step is made, say where the script is."""
     began_s = said_s = time.monotonic()
     hang: Hang | None = None
     is_late = False
@@ -92,7 +92,7 @@ def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], say: C
         time.sleep(_POLL_S)
     status = process.poll()
     if status is None:
-        process.kill()  # its ranks die with it; what they would say of that is no evidence
+        process.kill()  # its ranks die with it; what they write while they die is no evidence
     else:
         ranks = [_with_end(file.read(), time.monotonic()) for file in files]
     return Evidence([list(events) for events in ranks], hang, is_late, status or 0)
@@ -104,7 +104,7 @@ def _is_hurried_enough(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
 
 
 def _is_closed(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
-    """Whether all ranks have closed their group a while ago: some versions of torch then wait for their own threads."""
+    """Whether all ranks destroyed their group a while ago: some versions of torch then wait for their own threads."""
     closed = [
         events[-1].kind in ("destroy", "end", "idle") and any(each.kind == "destroy" for each in events)
         for events in ranks
@@ -115,7 +115,7 @@ def _is_closed(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
 
 
 def _with_end(events: Sequence[Event], now_s: float) -> Sequence[Event]:
-    """Events of a rank, and its end if its process has gone without a word."""
+    """The events of a rank, with an "end" added if its process is gone without one."""
     start = next((each for each in events if each.kind == "start"), None)
     if start is None or events[-1].kind == "end" or is_running(start["pid"]):
         return events

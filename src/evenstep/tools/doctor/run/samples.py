@@ -1,4 +1,4 @@
-"""Digests of what a rank under watch reads: samples, facts of loaders, and the random streams of data sets."""
+"""Digests of samples, facts of loaders, and random states of data sets, for a watched rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.computing import randomness
 from evenstep.tools.observing.models import digest
 
-_MOST_ROWS = 64  # of a batch of which digests are kept
+_MOST_ROWS = 64  # samples of a batch whose digests are kept
 _STREAMS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 
 
 def row_digests(batch: Any) -> list[str]:
-    """A digest of each sample of a batch: of all tensors that have a row for it."""
+    """A digest of each sample of a batch, over all tensors with as many rows as the first; [] for computed batches."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     tensors = [leaf.detach() for leaf in leaves if leaf.dim() > 0]
     if not tensors or any(leaf.requires_grad for leaf in leaves):
@@ -33,7 +33,7 @@ def row_digests(batch: Any) -> list[str]:
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """A loader's batch size, order and other facts, as far as it has them."""
+    """A loader's batch size, sampler, lengths and other facts, as far as it has them."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
     is_stream = isinstance(dataset, IterableDataset)
@@ -64,17 +64,17 @@ def _length(thing: Any) -> int | None:
 
 
 def first_looks(loader: Any) -> dict[str, Any]:
-    """Digests of three samples, drawn with the same random numbers on every rank: is it the same data set?"""
+    """Digests of three samples, read with the same random numbers on every rank, to compare ranks' data sets."""
     dataset: Any = getattr(loader, "dataset", None)
     count = _length(dataset)
     if isinstance(dataset, IterableDataset) or not count or type(loader) is not TorchDataLoader:
         return {}
     looks: list[str] = []
-    # Whatever a data set raises here, it raises again where the script reads it.
+    # If the data set raises here, it raises again when the script reads it.
     with contextlib.suppress(Exception), randomness.preserved():
         for index in (0, count // 2, count - 1):
             twice = []
-            for _ in range(2):  # a data set that draws from a generator of its own looks otherwise each time
+            for _ in range(2):  # samples drawn from the data set's own generator differ each time
                 randomness.seed_streams(randomness.mix(index))
                 leaves = pytree.tree_leaves(dataset[index])
                 twice.append([digest(leaf) if isinstance(leaf, Tensor) else _short(repr(leaf)) for leaf in leaves])
@@ -83,7 +83,7 @@ def first_looks(loader: Any) -> dict[str, Any]:
 
 
 def streams_of(dataset: Any) -> dict[str, str]:
-    """Digests of the states of all random streams that a data set may draw from."""
+    """By name, digests of the states of all random streams that a data set may draw from."""
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "random": random.getstate(),
@@ -100,7 +100,7 @@ def streams_of(dataset: Any) -> dict[str, str]:
 
 
 def _own_streams(thing: Any, depth: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The generators that an object holds, or objects that it holds."""
+    """(name, generator) for each random generator that an object holds, directly or through its attributes."""
     for name, value in list(getattr(thing, "__dict__", {}).items()):
         if isinstance(value, _STREAMS):
             yield f"self.{prefix}{name}", value

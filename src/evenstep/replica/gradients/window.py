@@ -232,6 +232,8 @@ class Pass:
         fills_buckets: Gradients are sent as soon as autograd has produced them.
         has_raised: Autograd has raised an exception in it, and so doesn't report its end.
         saved: Gradients of the window before this pass, if the pass began as a dropped one.
+        task: Autograd's number of the run that ends the pass of `loss.backward()`; -1: no run does.
+        place: The pass's place among those of `loss.backward()`, when autograd has reached an output.
     """
 
     kind: Kind
@@ -244,6 +246,8 @@ class Pass:
     fills_buckets: bool = False
     has_raised: bool = False
     saved: SavedGradients | None = None
+    task: int = -1
+    place: float = math.inf
 
     def end_apart(self) -> None:
         """Drop the gradients of a dropped pass. If the pass turned out to reach samples, add them to the window's."""

@@ -360,6 +360,32 @@ def test_a_mean_of_large_float16_gradients_is_finite(world, is_weighted):
         assert parameter.grad.full_tensor().unique().tolist() == pytest.approx([31500.0], rel=2e-3)
 
 
+class Optional(nn.Module):
+    """A block that some passes leave out, on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x, leaves_out):
+        return self.blocks[0](x) if leaves_out else self.blocks[1](self.blocks[0](x))
+
+
+@on_ranks(2)
+def test_a_block_without_a_gradient_under_mixed_precision(world):
+    """Its zeros have the dtype that torch wants of gradients: from 2.15 on the dtype in which they are added."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    with world_of({"shard": 2}) as world:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = evenstep.parallelize(Optional(), world, mp_policy=policy)
+        for leaves_out in (False, True, False):
+            model.backward(model(torch.ones(2, 4), leaves_out).float().square().mean(), weight=2)
+            found = [name for name in model.unused_parameters() if name.startswith("blocks.1")]
+            assert found == (["blocks.1.weight", "blocks.1.bias"] if leaves_out else [])
+            model.zero_grad()
+
+
 @pytest.mark.extended
 @on_ranks(2)
 def test_torchs_options_and_our_optimizers_go_through(world):

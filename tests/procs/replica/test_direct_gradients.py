@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
+from tests.ranks import on_ranks
 
 
 class Layer(nn.Module):
@@ -104,3 +105,25 @@ def test_a_penalty_on_a_parameter_is_averaged_as_what_goes_through_outputs(ranks
             continue
         case = 1 + is_two, is_weighted, reaches, accumulates
         assert max(ranks.run(trained, nproc, fresh_seed, way, zeroed, *case)) < 1e-12, case
+
+
+@on_ranks(2, 3)
+def test_a_penalty_that_ranks_find_at_different_times_doesnt_change_the_order_of_models(world, fresh_seed):
+    """The last rank's first share is empty, so that it still has a hook on every parameter in the second step."""
+    torch.manual_seed(fresh_seed)
+    singles = [Layer(), Layer()]
+    inner = copy.deepcopy(singles)
+    models = [evenstep.DistributedDataParallel(each) for each in inner]
+    for step in range(3):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed + step))
+        own = x[:0] if step == 0 and world.rank == world.world_size - 1 else x
+        whole, loss = singles[1](singles[0](x)).square().sum(), models[1](models[0](own)).square().sum()
+        whole = whole * ((world.world_size - 1) / world.world_size if step == 0 else 1)
+        if step:
+            whole, loss = whole + singles[0].apart.square().sum(), loss + inner[0].apart.square().sum()
+        whole.backward()
+        loss.backward()
+        for model, single in zip(inner, singles, strict=True):
+            for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+                ours.grad = theirs.grad = None

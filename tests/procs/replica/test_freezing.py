@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from tests.ranks import on_ranks
@@ -71,3 +73,45 @@ def test_layers_that_are_frozen_when_an_optimizer_is_made_are_trained_later(worl
     got = fine_tune(net, evenstep.DistributedDataParallel(net), kind, plan, adds=adds, seed=fresh_seed)
     expected = fine_tune(build(fresh_seed), None, kind, plan, adds=adds, seed=fresh_seed)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    """Layers in reentrant checkpoints; some may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 2)
+        self.left_out: set[int] = set()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for number, layer in enumerate(self.layers):
+            if number not in self.left_out:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("layers", [{0, 1, 2, 3}, {2}], ids=["all", "one"])
+@pytest.mark.parametrize("how", ["frozen", "left out"])
+@on_ranks(2)
+def test_a_reentrant_checkpoint_reaches_layers_that_had_no_gradient_before(world, fresh_seed, how, layers):
+    """Autograd can't tell that it will reach them, and they weren't seen when gradients were counted."""
+    if how == "left out" and len(layers) == 4:
+        layers = {0, 1, 2}
+    torch.manual_seed(fresh_seed)
+    single = Checkpointed()
+    model = evenstep.DistributedDataParallel(copy.deepcopy(single), bucket_cap_mb=1e-4)
+    for step in range(4):
+        for module in (single, model.module):
+            module.left_out = layers if how == "left out" and step == 0 else set()
+            for number in layers:
+                module.layers[number].requires_grad_(how == "left out" or step > 0)
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed + step))
+        single(x.clone()).square().mean().backward()
+        own = x[world.rank :: world.world_size].clone()
+        model.backward(model(own).square().mean(), weight=len(own))
+        for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+            ours.grad = theirs.grad = None

@@ -197,7 +197,8 @@ class ShardedParts:
                     if whole.grad is not None or each.unsharded_accumulated_grad is not None:
                         self.used.add(id(each.sharded_param))
                     elif whole.requires_grad:
-                        whole.grad = torch.zeros_like(whole)
+                        # torch 2.15 gives it gradients of the reduce dtype, and refuses those of another one.
+                        whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
             return plain(*unused)
 
         group.post_backward = post_backward

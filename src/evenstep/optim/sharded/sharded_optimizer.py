@@ -58,7 +58,8 @@ class ShardedOptimizer(optim.Optimizer):
         kind: Class of the optimizer, such as `torch.optim.AdamW`.
         params: Parameters of the model, or groups of them, as for `kind`; None: all trained parameters.
         shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets then share memory: there
-            is enough for two at a time.
+            is enough for two at a time. In a model with a `SyncBatchNorm`, and in all models of a loss but the first,
+            they are sent when the backward pass has ended; until then this rank has whole gradients.
         elementwise: Whether the step changes an element only by that element's gradient and state; None: known for
             torch's classes, False for others.
         master_weights: Step 16-bit parameters in float32, and keep the float32 values in the state.

@@ -19,6 +19,8 @@ them becomes the sentinel.
 When a pass arrives at the module's outputs, autograd knows which parameters it will not reach, and buckets don't wait
 for these. Autograd is queried only about sentinels and about parameters that were unused before. It doesn't know which
 parameters a reentrant checkpoint will reach in its own, nested backward pass, so such parameters are always expected.
+In a model with such parameters those that were unused before are expected, too: a checkpoint may reach them next. When
+a frozen parameter is trained again, gradients are counted once more.
 
 Autograd has a thread for each GPU, so two threads call the hooks of a model on two GPUs. A hook holds a lock until the
 buckets that it completes are launched.
@@ -118,6 +120,7 @@ class Readiness:
                 used = [parameter for parameter in bucket if parameter in turn]
                 self._sentinels[number] = max(used, key=turn.__getitem__) if used else bucket[-1]
         self._unused_before = {p for p in range(len(self._parameters)) if p not in turn}
+        self._frozen = [p for p in self._unused_before if not self._parameters[p].requires_grad]
         self.is_counting = False
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
 
@@ -132,6 +135,8 @@ class Readiness:
 
     def begin(self) -> None:
         """Called when a pass begins: record which gradients exist, and their versions."""
+        if self._frozen and any(self._parameters[parameter].requires_grad for parameter in self._frozen):
+            self.count()
         if self._unhooked:
             self._set_hooks(self._unhooked | self._handles.keys())
         # A hook that the script has registered later may change the gradient. Move our hook after it, so that the
@@ -248,7 +253,8 @@ class Readiness:
         return bool(pending)
 
     def _will_come(self, parameter: int) -> bool:
-        return parameter in self._nested or bool(will_execute(self._nodes[parameter]))
+        may_be_nested = parameter in self._nested or (self._nested and parameter in self._unused_before)
+        return bool(may_be_nested or will_execute(self._nodes[parameter]))
 
     # ------------------------------------------------------------------ hooks
 
@@ -257,6 +263,7 @@ class Readiness:
         self._bucket_of = layout.bucket_of
         self._sentinels: list[int | None] = [None] * len(self._buckets)  # None: patient
         self._unused_before = set()
+        self._frozen = []  # frozen while gradients were counted
 
     def _clear_pass(self) -> None:
         for handle in self._temporary.values():

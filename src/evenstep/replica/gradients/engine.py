@@ -42,8 +42,11 @@ names.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -119,6 +122,7 @@ class Engine:
         self._muted: list[RemovableHandle] = []  # hooks on parameters, if a dummy batch's outputs can't be muted
         self._left_early: str | None = None
         self._label = label
+        _engines.add(weakref.ref(self, _engines.discard))
         self._may_be_single = not (
             exchange.travels or ending.sums_first or any(each.inspects_buckets for each in self.observers)
         )
@@ -354,6 +358,8 @@ class Engine:
             is_dropped = over_dummy and not self.exchange.takes_every_pass
             self._open_plain_pass(Effect.DROPPED if is_dropped else Effect.ADDED)
         assert self._pass is not None
+        if self._pass.kind is Kind.PLAIN and self._pass.place == math.inf:
+            self._take_turn(self._pass)
         if self._pass.kind is Kind.PLAIN and not over_dummy:
             self._pass.effect = Effect.ADDED  # outputs over a dummy batch were reached first
         if self._pass.fills_buckets:
@@ -399,8 +405,16 @@ class Engine:
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
     def autograd_ended(self) -> None:
-        """Called when autograd has ended the run in which a pass of `loss.backward()` began."""
-        self.exchange.when_added(self._plain_pass_ended)
+        """Called when autograd has ended the run in which a pass of `loss.backward()` began.
+
+        All passes of the run end now, in one order on all ranks: see `_take_turn`.
+        """
+        ending: list[tuple[float, Engine]] = []
+        for each in (engine for known in tuple(_engines) if (engine := known()) is not None):
+            if self._pass is not None and each._pass is not None and each._pass.task == self._pass.task:
+                ending.append((each._pass.place, each))
+        for _, each in sorted(ending, key=itemgetter(0)):
+            each.exchange.when_added(each._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
         if self._pass is None:
@@ -457,21 +471,36 @@ class Engine:
             effect: See `Pass`.
             is_found_late: Whether a gradient has come before any output was reached.
         """
-        global _last_begun
-        before, _last_begun = None if _last_begun is None else _last_begun(), weakref.ref(self)
-        is_alone = before is None or before is self or not before.is_in_pass
-        self.exchange.turn = Turn.ALONE if is_alone else Turn.BEHIND
-        self._open_pass(Pass(Kind.PLAIN, 0.0, effect))
+        # Until an output is reached: another model may be first.
+        self.exchange.turn = Turn.BEHIND if len(_engines) > 1 else Turn.ALONE
+        opened = Pass(Kind.PLAIN, 0.0, effect, task=graph_task_id())
+        self._open_pass(opened)
         if self.exchange.takes_every_pass:
             self._count()
-        if graph_task_id() == -1:
+        if opened.task == -1:
             return
-        assert self._pass is not None
-        end, node = _AutogradEnd(self, self._pass), enclosing_node() if is_found_late else None
+        end, node = _AutogradEnd(self, opened), enclosing_node() if is_found_late else None
         if node is None:
             at_end_of_backward(end)
-        else:  # in a reentrant checkpoint: its pass ends before the pass around it
-            node.register_hook(lambda *_: at_end_of_backward(end))
+            return
+
+        def end_with_outer(*_: object) -> None:
+            opened.task = graph_task_id()
+            at_end_of_backward(end)
+
+        node.register_hook(end_with_outer)  # a reentrant checkpoint's pass ends before the pass around it
+
+    def _take_turn(self, current: Pass) -> None:
+        """Give a pass of `loss.backward()` its place among those of other models. The first output was reached.
+
+        Autograd reaches the models' outputs in the same order on all ranks. It doesn't find a parameter that the loss
+        uses directly in the same order: a rank has hooks on other parameters than another rank.
+        """
+        global _last_reached
+        before, _last_reached = None if _last_reached is None else _last_reached(), weakref.ref(self)
+        is_alone = before is None or before is self or not before.is_in_pass
+        self.exchange.turn = Turn.ALONE if is_alone else Turn.BEHIND
+        current.place = next(_places)
 
     def _open_pass(self, opened: Pass) -> None:
         if self.world.ended_at:
@@ -644,8 +673,11 @@ class _AutogradEnd:
 # The running `weighted_passes` of all threads. On a GPU one autograd thread runs the passes of all threads, so the
 # current thread doesn't identify the pass. It is a set, because two threads may change it at once.
 _weighted: set[object] = set()
-# The engine whose pass of `loss.backward()` began last.
-_last_begun: weakref.ref[Engine] | None = None
+# All engines of this process. Threads may add some meanwhile, so iterate over a copy.
+_engines: set[weakref.ref[Engine]] = set()
+# The engine whose outputs a pass of `loss.backward()` has reached last, and the numbers of such passes.
+_last_reached: weakref.ref[Engine] | None = None
+_places = itertools.count()
 
 
 @contextlib.contextmanager

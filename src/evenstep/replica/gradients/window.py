@@ -233,6 +233,8 @@ class Pass:
         fills_buckets: Whether gradients are sent as soon as autograd has produced them.
         has_raised: Whether autograd has raised an exception in the pass, and so doesn't report its end.
         saved: Gradients of the window before this pass, if the pass began with the effect DROPPED.
+        task: Autograd's number of the run that ends the pass of `loss.backward()`; -1: no run does.
+        place: The pass's place among those of `loss.backward()`, when autograd has reached an output.
     """
 
     kind: Kind
@@ -245,6 +247,8 @@ class Pass:
     fills_buckets: bool = False
     has_raised: bool = False
     saved: SavedGradients | None = None
+    task: int = -1
+    place: float = math.inf
 
     def end_apart(self) -> None:
         """End a dropped pass: drop its gradients, or, if it has reached samples after all, add them to the window's."""

@@ -15,7 +15,7 @@ from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, Sharding
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
-from evenstep.replica.gradients.window import SavedGradients, drop_grads
+from evenstep.replica.gradients.window import SavedGradients, Turn, drop_grads
 from evenstep.replica.join import Uneven
 from evenstep.replica.sharded.bucket import Loan, ShardedBucket
 from evenstep.transport.core.transport import Transport
@@ -137,6 +137,13 @@ class ShardedExchange(AllReduceExchange):
         drop_grads(bucket.parameters)
 
     # ------------------------------------------------------------------ the seam
+
+    @property
+    def _launches_at_end(self) -> bool:
+        """See [Note: one order]."""
+        engine = self._engine()
+        peers_may_be_elsewhere = self.turn is Turn.BEHIND or (engine is not None and engine.shares_statistics)
+        return super()._launches_at_end or (bool(self._loans) and peers_may_be_elsewhere)
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """See `Exchange.open_window`."""

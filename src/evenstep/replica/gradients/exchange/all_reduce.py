@@ -8,6 +8,10 @@ on the CPU both orders work. On a GPU two transports are two communicators that 
 the communicators' calls in different orders, they may wait for each other for ever. So on a GPU all ranks launch the
 first model's buckets during the pass, and those of all other models when the pass has ended. The first model is the one
 that `evenstep.backward` names first, or else the one whose outputs the pass reaches first.
+
+With `ShardedOptimizer(shard_gradients=True)` buckets share memory, and a bucket waits for the one before it. So there
+the same holds on the CPU. With a SyncBatchNorm all buckets are launched when the pass has ended, because a rank with an
+empty share launches them then, and first takes part in the others' statistics.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Reference:
 
     @property
     def _unit(self) -> float:
-        return self.case.eps * (1e4 if self.case.is_exact else 8.0)
+        return self.case.eps * (1e4 if self.case.is_exact else 10.0)
 
     def tolerance(self, number: int) -> Tensor:
         """Of a parameter after a step. 0-dim."""

@@ -7,7 +7,7 @@ What is drawn is in tests/step_cases.py, the one process in tests/step_reference
 
 How far apart they may be. Both compute each rank's gradients from the same parameters, with the same operations; what
 differs is the order in which few numbers are added, and where they are rounded to 16 bits. Such an error is relative to
-the absolute values that were added, of which the reference keeps count: 8 units in the last place of the coarsest
+the absolute values that were added, of which the reference keeps count: 10 units in the last place of the coarsest
 dtype that gradients pass through, of the parameter's size plus what one step makes of the gradients. Where there are
 16 or 32 bits the reference goes on from the ranks' parameters after each step, so that errors are those of one step.
 In float64 nothing is set back, and a dozen steps of any optimizer may be 1e4 units (2e-12) apart.

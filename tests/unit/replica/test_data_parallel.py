@@ -107,7 +107,7 @@ def test_training_equals_the_bare_module(kind, on_cpu, fresh_seed):
     model._replicas.on_cpu = on_cpu
     for replica in model._replicas.members[1:]:
         replica.shares_memory = on_cpu
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (plain, model)]
     for _ in range(4):
         x = 5 * torch.randn(shared.randint(2, 9), 2, 3, dtype=torch.float64)
         inputs = [x.clone().requires_grad_() for _ in range(2)]

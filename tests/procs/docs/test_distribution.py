@@ -85,7 +85,7 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
     assert said["Requires-Python"] == ">=3.10"
     assert said["License-Expression"] == "BSD-3-Clause"
     assert said.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert {"notebook", "bench", "examples"} <= set(said.get_all("Provides-Extra", []))
+    assert {"notebook", "examples"} <= set(said.get_all("Provides-Extra", []))
     needed = [line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.split(r"[^\w-]", line)[0] for line in needed} == {"torch", "safetensors", "numpy", "rich"}
     with zipfile.ZipFile(wheel) as files:

@@ -19,7 +19,7 @@ install: ## make .venv with everything the other targets need; they do it themse
 demo: install ## train on handwritten digits with two replicas, and compare with one process
 	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
 
-test: lint ## lint, types, unit tests and a core of the others that touches every room; some 9 minutes on two cores
+test: lint ## lint, types, unit tests and a core of the others that touches every room; some 7 minutes on two cores
 	$(PYTEST) --part core
 
 test-all: install ## the tests that `make test` leaves out; some 35 minutes

@@ -409,10 +409,11 @@ class Engine:
 
         All passes of the run end now, in one order on all ranks: see `_take_turn`.
         """
-        ending: list[tuple[float, Engine]] = []
-        for each in (engine for known in tuple(_engines) if (engine := known()) is not None):
-            if self._pass is not None and each._pass is not None and each._pass.task == self._pass.task:
-                ending.append((each._pass.place, each))
+        if self._pass is None:
+            return
+        known = [engine for each in tuple(_engines) if (engine := each()) is not None]
+        running = [(each._pass, each) for each in known if each._pass is not None]
+        ending = [(current.place, each) for current, each in running if current.task == self._pass.task]
         for _, each in sorted(ending, key=itemgetter(0)):
             each.exchange.when_added(each._plain_pass_ended)
 

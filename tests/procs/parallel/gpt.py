@@ -114,18 +114,20 @@ def reference(
     dtype: torch.dtype = torch.float64,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     clip: float | None = 0.5,
-    is_nudged: bool = False,
+    nudge: int | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch in one process: the parameters at the end, and the norms of all steps.
 
-    `is_nudged`: each weight begins one rounding away, up or down at random. What that makes of the answer is what
-    rounding makes: AdamW divides a gradient that is almost zero by its own size.
+    `nudge`: each weight begins one rounding away, up or down as this seed draws. What that makes of the answer is
+    what rounding makes: AdamW divides a gradient that is almost zero by its own size.
     """
     model, norms = made(seed, dtype), []
-    if is_nudged:
+    if nudge is not None:
+        generator = torch.Generator().manual_seed(nudge)
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(1 + torch.finfo(dtype).eps * (2 * torch.randint(0, 2, p.shape).to(dtype) - 1))
+                up = torch.randint(0, 2, p.shape, generator=generator).to(dtype)
+                p.mul_(1 + torch.finfo(dtype).eps * (2 * up - 1))
     stepping = optimizer(model.parameters(), lr=1e-2)
     for tokens, targets in batches(seed, steps, rows):
         loss_of(model(tokens), targets)[0].backward()

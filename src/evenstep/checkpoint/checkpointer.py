@@ -10,6 +10,8 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.checkpoint.directory import DamagedError, RunDirectory
@@ -32,6 +34,7 @@ from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError,
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
+from evenstep.ground.health.steps import count_optimizer_steps
 from evenstep.ground.health.users_code import warn
 from evenstep.transport.core.validation import forked_error
 from evenstep.world import World, ended_well
@@ -139,6 +142,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self.num_steps = 0
         self._num_apart = 0  # steps since `num_steps` was last increased; with LocalSGD perhaps several
+        self._has_uncounted_step = False  # an optimizer has stepped since the last call of `step`
         self._tier: LocalTier | None = None
         self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
@@ -158,6 +162,7 @@ class Checkpointer:
         self._last_saved: int | None = None
         self._saved_at = self._stepped_at = time.monotonic()
         self.world.at_end(self._world_ended)
+        count_optimizer_steps(self._optimizer_stepped)
 
     # ------------------------------------------------------------------ before training
 
@@ -277,6 +282,7 @@ class Checkpointer:
         if any(engine.is_in_window or not engine.synchronise for engine in engines):
             return
         self._num_apart += 1
+        self._has_uncounted_step = False
         if any(engine.is_apart for engine in engines):
             return  # ranks differ until their next exchange, so a save that is due waits for it
         self._begin()
@@ -325,6 +331,12 @@ class Checkpointer:
         self._count()
         self._take_metrics(metrics)
         self._save(waits=True, raises=True)
+
+    def _optimizer_stepped(self, optimizer: Optimizer, has_ended: bool) -> None:
+        """Note a step of an optimizer among the objects (or in one, such as a LocalSGD), or of any if there is none."""
+        among = [getattr(each, "optimizer", each) for each in self._objects.values()]
+        mine = [each for each in among if isinstance(each, Optimizer)]
+        self._has_uncounted_step |= has_ended and (not mine or any(each is optimizer for each in mine))
 
     def _count(self) -> int:
         """Count the steps that ranks have made independently; returns the number of steps before."""
@@ -633,7 +645,10 @@ class Checkpointer:
         was_closed, self._is_closed = self._is_closed, True
         try:
             if isinstance(error, _Stopped) and not was_closed and self._directory.is_open:
-                self._save_rest()  # another Checkpointer has stopped the run, on all ranks at the same step
+                # Another Checkpointer has stopped the run, on all ranks at the same step: before this one's `step`, if
+                # an optimizer has stepped since the last.
+                self._num_apart += self._has_uncounted_step
+                self._save_rest()
                 self._print(f"saved {self._where}, too")
         finally:
             self._end(error)

@@ -484,13 +484,22 @@ def test_a_group_may_share_a_run(tmp_path: Path):
 
 
 def stopped_in_its_fourth_round(directory: Path, made: list[Checkpointer]) -> None:
+    """The second of four notices the stop: the third's optimizer has stepped by then, the fourth's hasn't."""
     with World.alone(device="cpu") as world:
-        for name in "abc":
-            made.append(Checkpointer(directory / name, model=nn.Linear(1, 1), every_minutes=None, world=world))
+        optimizers = []
+        for name in "abcd":
+            model = nn.Linear(1, 1)
+            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+            objects = {"model": model, "optimizer": optimizers[-1]}
+            made.append(Checkpointer(directory / name, **objects, every_minutes=None, world=world))
         for step in range(6):
+            for optimizer in optimizers[:3]:
+                optimizer.step()
             for checkpoint in made:
                 if step == 3 and checkpoint is made[1]:
                     os.kill(os.getpid(), signal.SIGUSR1)
+                if checkpoint is made[3]:
+                    optimizers[3].step()
                 checkpoint.step()
 
 
@@ -508,12 +517,12 @@ def test_all_checkpointers_of_a_run_are_saved_when_it_is_stopped(tmp_path: Path,
         with pytest.raises(SystemExit) as caught:
             stopped_in_its_fourth_round(tmp_path, made)
         assert caught.value.code == 76
-        assert [steps(tmp_path / name) for name in "abc"] == [[4], [4], [3]]
+        assert [steps(tmp_path / name) for name in "abcd"] == [[4], [4], [4], [3]]
         assert called == [[4]], "once, and after the save"
         told = capsys.readouterr().err
         assert "has replaced" not in told
         assert f"saved {tmp_path / 'a'}, too" in told
-        for checkpoint in (made[1], made[0], made[2]):
+        for checkpoint in (made[1], made[0], *made[2:]):
             assert signal.getsignal(signal.SIGUSR1) != own
             checkpoint._signals.close()
         assert signal.getsignal(signal.SIGUSR1) == own

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
@@ -204,13 +203,6 @@ class _Run:
             rendezvous.choose(nodes, config)
         except (ValueError, AssertionError) as error:
             raise ConfigurationError(f"evenstep run: {error}") from None
-        try:
-            get_logging_handler(args.event_log_handler)
-        except KeyError:
-            raise ConfigurationError(
-                f"--event-log-handler: torch has no handler named {args.event_log_handler!r}. Leave the flag out, or "
-                f"pass console or null."
-            ) from None
         config.logs_specs = self._logs
         config.signals_to_handle = ""  # `_stopped_by` handles them, already before the rendezvous
         config.log_line_prefix_template = PREFIX

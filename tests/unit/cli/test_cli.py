@@ -64,7 +64,7 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--redirects", "7"], "--redirects 7"),
         (["--rdzv-endpoint", "here"], "HOST:PORT"),
         (["--logs-specs", "x"], "--logs-specs"),
-        (["--event-log-handler", "x"], "no handler named 'x'"),
+        (["--event-log-handler", "x"], "--event-log-handler='x'"),
         (["--phase-timeout", "x=1"], "with a phase of starting"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import run as torch_run
 from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.events.handlers import get_logging_handler
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
@@ -413,6 +414,10 @@ def validated(args: Namespace) -> Namespace:
     checks.number("--monitor-interval", args.monitor_interval, above=0, most=_LONGEST_INTERVAL_S)
     checks.whole("--max-restarts", args.max_restarts, least=0)
     checks.whole("--servers", args.servers, least=0)
+    try:
+        get_logging_handler(args.event_log_handler)
+    except KeyError:
+        raise checks.refuse("--event-log-handler", args.event_log_handler, "console or null") from None
     if args.servers and (num_nodes(args)[1] > 1 or args.check):
         raise ConfigurationError(
             "--servers is for the ranks of a script on one node. On several nodes, start all ranks in the same way and "

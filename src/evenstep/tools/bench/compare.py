@@ -52,7 +52,7 @@ class LossComparison:
 
     def __str__(self) -> str:
         if self.num_steps == 0:
-            return "not compared, as no step has one of both: backward must begin with a single number"
+            return "not compared: both scripts need a step whose backward pass begins with a single number, the loss"
         steps = counted(self.num_steps, "step")
         if self.difference == 0:
             return f"the same in {steps}"

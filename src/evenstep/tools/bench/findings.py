@@ -155,8 +155,8 @@ def unexplained(case: Case, findings: Sequence[Finding]) -> list[str]:
     causes = {finding.cause for finding in findings}
     covered = {part for cause, parts in _RULES if cause in causes for part in parts}
     return [
-        f"{words} is {in_ms(getattr(case.parts, f'{part}_s'))} of a step, {case.parts.share(part):.0%}, and no cause "
-        f"of it is certain"
+        f"{words} is {in_ms(getattr(case.parts, f'{part}_s'))} of a step, {case.parts.share(part):.0%}, of "
+        f"unknown cause"
         for part, words in _LOSSES.items()
         if part not in covered and case.parts.share(part) >= WORTH
     ]

@@ -158,8 +158,8 @@ def read_record(path: Path) -> RankRecord:
     """
     if not path.exists():
         raise UsageError(
-            f"the run left no {path.name}: the script made no step with a torch optimizer. (One that starts processes "
-            f"of its own is seen only where it trains itself: have `evenstep bench` start the ranks.)"
+            f"the run left no {path.name}: the script made no step with a torch optimizer. (In a script that starts "
+            f"processes, only the first process is measured: let `evenstep bench` start the ranks.)"
         )
     found = json.loads(path.read_text(), object_hook=lambda each: {key: _tuples(value) for key, value in each.items()})
     profile = found["profile"] and Profile(**found["profile"])

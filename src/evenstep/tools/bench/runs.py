@@ -88,7 +88,7 @@ class Series:
         self._num_runs, self._root, self._say = num_runs, root, say
         self._num_done, self._began_s = 0, time.monotonic()
         each = f"each of {LONGEST_S / 60:.0f} minutes at most"
-        say(f"{counted(num_runs, 'run')}, {each}; after the first it is told about how long the rest takes")
+        say(f"{counted(num_runs, 'run')}, {each}; after the first you are told how long the others take")
 
     def run(self, words: str, setting: Setting, wish: Wish, traces: Path | None = None) -> Run:
         """Announce and make one run; see `run_once`. `words` describe it."""
@@ -199,8 +199,8 @@ def common_remarks(by_script: Mapping[str, Sequence[Run]], wish: Wish) -> list[s
     cores = statistics.median([run.cores_elsewhere for run in every])
     if cores > MANY_ELSEWHERE:
         found.append(
-            f"other programs kept {cores:.1f} cores of this host busy, and what is told as contention, imbalance and "
-            f"communication may be theirs: measure again when it is quiet"
+            f"other programs kept {cores:.1f} cores of this host busy, so contention, imbalance and communication may "
+            f"come from them: measure again when they have ended"
         )
     saved = sorted({path for run in every for record in run.records for path in record.saved})
     return [*found, f"not written, because this was a measurement: {', '.join(saved[:5])}"] if saved else found

@@ -99,7 +99,7 @@ class Conversion:
         try:
             copy.write_bytes(self.content)
         except OSError as error:
-            raise UsageError(f"--verify: can't write {copy}, which is what is run: {error.strerror}.") from None
+            raise UsageError(f"--verify: can't write the converted script, {copy}: {error.strerror}.") from None
 
         def tell(line: str) -> None:
             say(line.replace(str(copy), f"{self.script}, converted,"))
@@ -181,7 +181,9 @@ def _validate(text: str, path: Path, names: Sequence[str]) -> None:
     try:
         cst.parse_module(text)
         compile(text, str(path), "exec", dont_inherit=True)
-        reason = next((f"wouldn't have {each} in time" for each in names if _is_late(ast.parse(text), each)), None)
+        reason = next(
+            (f"would use {each} before it is defined" for each in names if _is_late(ast.parse(text), each)), None
+        )
     except (cst.ParserSyntaxError, SyntaxError) as error:
         reason = f"wouldn't parse ({str(error).splitlines()[0]})"
     if reason is not None:

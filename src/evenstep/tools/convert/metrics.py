@@ -47,7 +47,7 @@ class Metrics:
                 self._add_up(node)
         for node in script.nodes:
             if isinstance(node, cst.If | cst.While) and script.loops(node) and self._decides(node.test):
-                work.note(node, "each rank decides this by its own samples", mark=True)
+                work.note(node, "each rank decides this from its own samples, so ranks may differ", mark=True)
             if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and self._keeps(node.value):
                 unknown = dict.fromkeys(map(script.code, self._unknown(node.value)))
                 if unknown:

@@ -240,7 +240,7 @@ class Models:
         """Replace `DataParallel(model)` by the model; remove a statement that only did this wrapping."""
         work, script = self._work, self._script
         if not self._flow.of(call, "object") & self.trained or not call.args:
-            work.note(call, "this DataParallel holds no model that is trained, and was left as it is", mark=True)
+            work.note(call, "this DataParallel wraps no trained model, so it wasn't changed", mark=True)
             return
         assign, model = script.parent(call), script.code(call.args[0].value)
         if isinstance(assign, cst.Assign) and [script.code(each.target) for each in assign.targets] == [model]:

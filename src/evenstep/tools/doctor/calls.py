@@ -37,7 +37,7 @@ def _doing(scene: Scene, event: Event) -> str:
         return f"in {told_call(scene, event)}"
     if event.kind in ("end", "left"):
         return "has ended"
-    return f"is at {scene.told(event.place)} and doesn't come"
+    return f"is at {scene.told(event.place)}, outside of the collective"
 
 
 def is_apart(scene: Scene) -> bool:

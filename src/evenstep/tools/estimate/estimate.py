@@ -194,8 +194,8 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
     except Exception as error:
         # The import runs all code at the top level of the file with fake tensors: a script would start to train.
         raise UsageError(
-            f"{where} can't be imported: {type(error).__name__}: {error}\nWhat stands at its top level is run, without "
-            f'data: put what trains under `if __name__ == "__main__":`, or the function into a file of its own.'
+            f"{where} can't be imported: {type(error).__name__}: {error}\nIts top level is run, without data: put "
+            f'the training under `if __name__ == "__main__":`, or the function into a file of its own.'
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

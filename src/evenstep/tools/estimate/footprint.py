@@ -231,8 +231,8 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
                 return [*lines, f"{row.way} is enough from {num_ranks:,} ranks on."]
     return [
         *lines,
-        "No number of ranks makes one of these enough: a unit that is gathered must fit. Divide the model into smaller "
-        "blocks, or inside layers (tensor parallelism) or between them (torch.distributed.pipelining).",
+        "None of these is enough on any number of ranks: a unit is gathered whole, and must fit. Divide the model into "
+        "smaller blocks, or inside layers (tensor parallelism) or between them (torch.distributed.pipelining).",
     ]
 
 

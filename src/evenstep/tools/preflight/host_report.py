@@ -62,7 +62,7 @@ def collect() -> Report:
             "torch's backends": ", ".join(name for name, there in backends.items() if there) or "none",
         },
         "network": {
-            "host name": f"{socket.gethostname()}, which means {_or_why(_resolved)}",
+            "host name": f"{socket.gethostname()}, address {_or_why(_resolved)}",
             **{name: ", ".join(found) for name, found in addresses().items()},
         },
         "variables": environment.telling_variables() or {"none": "no variable that torch or evenstep listen to is set"},

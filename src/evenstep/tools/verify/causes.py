@@ -320,9 +320,9 @@ def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
             for name in (key for key in a if a[key] != b.get(key, a[key])):
                 yield _cause(
                     "settings",
-                    f"the optimizer steps with another {name}: {a[name]:g} on {counted(len(known), 'rank')}, "
-                    f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). The value depends on the rank "
-                    f"or on the number of ranks.",
+                    f"the optimizer steps with different values of {name}: {a[name]:g} on "
+                    f"{counted(len(known), 'rank')}, {b[name]:g} on rank {rank} of {len(seen)} (group {group}). The "
+                    f"value depends on the rank or on the number of ranks.",
                     each,
                 )
 

@@ -77,7 +77,7 @@ class Difference:
         virtual_rank = "" if self.virtual_rank is None else f", virtual rank {self.virtual_rank}"
         more = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
         if self.rounding == 0:
-            return f"step {self.step}{virtual_rank}: {self.kind}{of} has other bits{more}"
+            return f"step {self.step}{virtual_rank}: {self.kind}{of} differs in its bits{more}"
         return (
             f"step {self.step}{virtual_rank}: {self.kind}{of} is off by {self.deviation:.1e}, and rounding explains "
             f"{self.rounding:.0e}{more}"

@@ -107,7 +107,7 @@ def test_the_table_and_the_file_have_a_line_for_each_script() -> None:
         ([[2.0, 1.5, math.nan]], "apart by inf of the largest in step 3 of 3 steps; rounds of the first script by 0"),
         ([[2.0, 1.5]], "the same in 2 steps"),
         ([[2.0, None, 1.0]], "the same in 2 steps"),
-        ([[]], "not compared, as no step has one of both: backward must begin with a single number"),
+        ([[]], "not compared: both scripts need a step whose backward pass begins with a single number, the loss"),
     ],
 )
 def test_losses_are_the_same_or_apart_or_not_compared(others: list[list[float | None]], told: str) -> None:

@@ -118,7 +118,7 @@ def test_in_reproducible_mode_the_virtual_rank_is_named():
     found = compare.first_other_bits(base, a_run(*other))
     assert found is not None
     assert (found.kind, found.name, found.virtual_rank) == ("gradient", "a", 2)
-    assert "virtual rank 2: gradient of 'a' has other bits" in str(found)
+    assert "virtual rank 2: gradient of 'a' differs in its bits" in str(found)
 
 
 def test_the_loss_is_weighed_like_the_gradient():

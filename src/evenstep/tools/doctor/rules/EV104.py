@@ -74,9 +74,9 @@ def read(script: Script) -> Found:
         elif _GLOBAL.search(joined) and not WORLD.search(joined) and "/" not in joined:
             what = next(each for each in texts if _GLOBAL.search(each))
             mend = f"batch_size={text_of(size)} // {distributed(loader.frame.file)}.get_world_size()"
-            yield found(loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many", mend=mend)
+            yield found(loader, f"batch_size={text_of(size)} is {what}, and each rank loads that many", mend=mend)
         elif (product := _times_world(script, size, loader)) is not None:
-            evidence = f"batch_size={text_of(product)} multiplies by the number of ranks, and each rank loads as many"
+            evidence = f"batch_size={text_of(product)} multiplies by the number of ranks, and each rank loads that many"
             sides = (product.left, product.right)
             own = next((each for each in sides if "world size" not in script.kinds(each, loader.frame)), product.left)
             yield found(loader, evidence, mend=f"batch_size={text_of(own)}")

@@ -100,7 +100,9 @@ def seen(run: Scene) -> Seen:
         yield run.finding(hang.waiting[min(hang.waiting)].place, how_it_hangs(run))
     elif ended_apart(run):
         counts = [len(calls_of(events)) for events in run.evidence.ranks]
-        yield run.finding(("", 1), f"ranks have made {counts} calls", cost=ENDED)
+        yield run.finding(
+            ("", 1), f"ranks have made different numbers of collective calls: {', '.join(map(str, counts))}", cost=ENDED
+        )
 
 
 def _ifs_that_leave(script: Script) -> _Leaving:

@@ -248,7 +248,8 @@ def problems(run: Run) -> list[str]:
     else:
         named = {int(rank) for rank in BLAMED.findall(said)}
         if case.fault == "leaves":  # the comparison at its end may meet another call of the ranks on other hosts
-            named |= {int(rank) for rank in re.findall(r"; rank (\d+): all_gather of int64 \[1\]", said)}
+            met = r"rank (\d+): (?:all_gather of int64 \[1\]|the end of the loop)"
+            named |= {int(rank) for rank in re.findall(met, said)}
         if case.victim not in named:
             found.append(f"rank {case.victim} isn't named: {named}")
         if case.fault == "raise" and not (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import DriftError
+from evenstep.errors import DriftError, MismatchError
 
 
 def ends(seed: int, kind: str) -> list[str]:
@@ -71,6 +71,8 @@ def run_to_its_end(seed: int, kind: str) -> None:
         if kind == "a rank that stays away" and world.rank == 0:
             world.before_close.clear()
             time.sleep(1)
+        if kind == "a longer loop" and world.rank == 1:
+            world.exchange("of its next step")
         if kind == "a rank that ends by an exception" and world.rank == 1:
             raise ValueError("its own")
 
@@ -111,6 +113,11 @@ def test_a_rank_that_does_not_come_is_a_warning(ranks, fresh_seed, monkeypatch):
     assert first == []
     assert len(second) == 1
     assert time.monotonic() - started < 60
+
+
+def test_a_call_of_a_longer_loop_is_told_whose_loop_has_ended(ranks, fresh_seed):
+    with pytest.raises(MismatchError, match=r"rank 0: the end of the loop.*rank 1: an exchange.*shorter on some ranks"):
+        ranks.run(ends, 2, fresh_seed, "a longer loop")
 
 
 def test_after_an_exception_nothing_is_compared(ranks, fresh_seed):

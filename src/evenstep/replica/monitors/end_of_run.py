@@ -40,7 +40,7 @@ def _compare(reference: weakref.ref[World]) -> None:
     mine = {number: watch.left_by_last_step() for number, watch in watches.items()}
     try:
         world.control.set_timeout(_DEADLINE_S)
-        everybody = exchange(world.control, mine, what="the comparison of replicas at the end")
+        everybody = exchange(world.control, mine, what="the end of the loop, where replicas are compared")
         found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
         told = [watches[number].explain_end(differing, _DEADLINE_S) for number, differing in found.items()]
     except Exception as error:  # this rank's training is complete, so a failed comparison is only a warning

@@ -223,5 +223,6 @@ def explain_mismatch(
         return f"the ranks disagree in collective number {number} over {name}. {calls}"
     return (
         f"the ranks disagree in collective number {number} over {name}. {calls}. Every rank must make the same calls, "
-        f"in the same order, with equal shapes and dtypes: look for a branch that only some ranks take."
+        f"in the same order, with equal shapes and dtypes: look for a loop that is shorter on some ranks, and for a "
+        f"branch that only some ranks take."
     )

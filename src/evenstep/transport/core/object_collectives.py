@@ -37,7 +37,8 @@ def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an 
         where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
         raise MismatchError(
             f"the ranks make different calls. {where}. Every rank must make the same calls, in the same order: look "
-            f"for a branch that only some ranks take, such as a state_dict on rank 0 alone."
+            f"for a loop that is shorter on some ranks, and for a branch that only some ranks take, such as a "
+            f"state_dict on rank 0 alone."
         )
     values = [each[_NAME_BYTES + 1 :] for each in received]
     for rank, each in enumerate(received):

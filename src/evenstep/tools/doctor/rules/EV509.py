@@ -26,8 +26,7 @@ for x, y in loader:
     scheduler.step()
 ```
 
-Ignore it if the schedule is
-meant to end early.
+Ignore it if the schedule is meant to end early.
 """
 
 import re

@@ -575,3 +575,75 @@ def by_library(script: Script, at: Call, *, accelerate: str = "", fabric: str = 
     text = accelerate if script.uses_accelerate else fabric if script.uses_fabric else ""
     kind = "accelerator" if script.uses_accelerate else "fabric"
     return re.sub(rf"\b{kind}\b", own_name(script, kind, at) or kind, text)
+
+
+_SHARES = re.compile(r"(?i)reduce|gather|sync|broadcast|average")
+
+
+class OwnResults:
+    """Finds what a rank measures on its own part of the validation data.
+
+    Attributes:
+        evaluations: The functions that evaluate a model on a rank's own part.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._shared = collectives(script)
+        self.evaluations: set[Function] = set()
+        if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
+            return  # these libraries compute numbers of all ranks
+        for loop in script.evaluation_loops:
+            function, loaders = loop.frame.function, script.makers(script.loaders_of(loop))
+            if function is not None and any(map(self._is_divided, loaders)):
+                self.evaluations.add(function)
+
+    def measured(self, node: cst.CSTNode | None, frame: Frame) -> list[Call]:
+        """The calls of evaluations whose results go into an expression, unless ranks seem to exchange them."""
+        found = [call for call in self._calls(node, frame) if self.evaluations & {*self._script.functions_of(call)}]
+        return [] if self.is_shared(node, frame) else found
+
+    def is_shared(self, node: cst.CSTNode | None, frame: Frame) -> bool:
+        """Whether ranks seem to have exchanged what goes into an expression, by its names and the calls behind it."""
+        names = {name for call in self._shared for argument in call.arguments for name in names_in(argument)}
+        if any(names_in(each) & names for each in self._behind(node, frame)):
+            return True
+        shares = lambda call: call in self._shared or bool(_SHARES.search(call.last))  # noqa: E731
+        return runs(self._script, self._calls(node, frame), shares)
+
+    def _behind(self, node: cst.CSTNode | None, frame: Frame) -> Iterator[cst.CSTNode]:
+        """An expression, the values assigned to its names, and the conditions around these, recursively."""
+        pending: list[tuple[cst.CSTNode | None, Frame, int]] = [(node, frame, 4)]
+        seen: set[int] = set()
+        while pending:
+            each, where, left = pending.pop()
+            if each is None or id(each) in seen:
+                continue
+            seen.add(id(each))
+            yield each
+            for name in names_in(each) if left else ():
+                for given in assignments_to(self._script, name, where):
+                    pending.append((given.value, given.frame, left - 1))
+                    pending += [
+                        (around.test, around, left - 1) for around in given.frame.outwards() if around.kind == "if"
+                    ]
+
+    def _calls(self, node: cst.CSTNode | None, frame: Frame) -> list[Call]:
+        inside = [inner for each in self._behind(node, frame) for inner in walk(each) if isinstance(inner, cst.Call)]
+        return [call for inner in inside if (call := self._script.record(inner)) is not None]
+
+    def _is_divided(self, loader: Call) -> bool:
+        sampler = loader.argument("sampler", 3) or loader.argument("batch_sampler", 4)
+        return loader in self._script.prepared or "sampler" in self._script.kinds(sampler, loader.frame)
+
+
+def averaged(script: Script, value: str, module: str) -> str:
+    """Statements that make `mean` a tensor with the sum of the ranks' values.
+
+    Args:
+        script: The script.
+        value: The code of a number, or of a tensor with one.
+        module: What the script calls `torch.distributed`.
+    """
+    device = ', device="cuda"' if script.uses_gpus else ""
+    return f"mean = torch.tensor(float({value}){device})\n{module}.all_reduce(mean)\n"

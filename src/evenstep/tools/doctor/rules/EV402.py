@@ -36,24 +36,20 @@ Never ignore it.
 """
 
 import re
-from collections.abc import Iterator
 
 import libcst as cst
 
 from evenstep.tools.doctor.asking import (
-    Call,
     Found,
     Frame,
+    OwnResults,
     Script,
-    assignments_to,
-    collectives,
+    averaged,
     distributed,
     found,
     has_wrapped,
     last_of,
     leaves,
-    names_in,
-    runs,
     shortened,
     target_of,
     text_of,
@@ -72,15 +68,14 @@ from evenstep.tools.doctor.calls import (
 )
 from evenstep.tools.doctor.scene import Scene, Seen, different_lengths
 
-_SHARES = re.compile(r"(?i)reduce|gather|sync|broadcast|average")
 _Leaving = dict[Frame, list[tuple[Frame, str]]]
 
 
 def read(script: Script) -> Found:
     """Steps that a rank skips, and loops that it ends, by a condition on its own numbers."""
-    shared, leaving = collectives(script), _ifs_that_leave(script)
-    yield from _steps_left_out(script, shared, leaving)
-    yield from _stops_alone(script, shared, leaving)
+    own, leaving = OwnResults(script), _ifs_that_leave(script)
+    yield from _steps_left_out(script, own, leaving)
+    yield from _stops_alone(script, own, leaving)
 
 
 def seen(run: Scene) -> Seen:
@@ -117,83 +112,36 @@ def _ifs_that_leave(script: Script) -> _Leaving:
     return leaving
 
 
-def _steps_left_out(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
+def _steps_left_out(script: Script, own: OwnResults, leaving: _Leaving) -> Found:
     """Steps with `if torch.isnan(loss): continue` before the backward pass, in which the other ranks wait."""
     for loop in script.step_loops if has_wrapped(script) else ():
         passes = [each for each in script.backward_calls if loop in script.loops_around(each.frame)]
         for each, _ in leaving.get(loop.frame, ()):
             tested = {last_of(inner) for inner in walk(each.test) if isinstance(inner, cst.Call)}
             is_before = any(one.frame.function is each.function and one.line > each.line for one in passes)
-            if tested & {"isnan", "isinf", "isfinite"} and is_before and not _is_shared(script, each, shared):
+            if tested & {"isnan", "isinf", "isfinite"} and is_before and not own.is_shared(each.test, each):
                 test, dist = text_of(each.test), distributed(each.file)
                 evidence = (
                     f"a rank where `{shortened(test, 60)}` holds skips the backward pass; other ranks wait in theirs"
                 )
-                lines = f"is_bad = torch.tensor(float({test}){_device(script)})\n{dist}.all_reduce(is_bad)\n"
+                lines = averaged(script, test, dist).replace("mean", "is_bad")
                 yield found(
                     (each.file, each.line), evidence, mend=f"{lines}if is_bad > 0:\n    continue  # on every rank"
                 )
 
 
-def _stops_alone(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
+def _stops_alone(script: Script, own: OwnResults, leaving: _Leaving) -> Found:
     """Loops that end by a result of the rank's own part of the validation data."""
-    if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
-        return  # these libraries compute numbers of all ranks
-    evaluations = [(loop.frame.function, script.loaders_of(loop)) for loop in script.evaluation_loops]
-    measures = {
-        each
-        for each, loaders in evaluations
-        if each and any(_is_divided(script, one) for one in script.makers(loaders))
-    }
     for loop in script.training_loops:
         for each, body in leaving.get(loop.frame, ()) if loop not in script.step_loops else ():
-            measured = [call for call in _calls_behind(script, each) if measures & {*script.functions_of(call)}]
-            if "continue" not in body and measured and not _is_shared(script, each, shared):
+            measured = own.measured(each.test, each)
+            if "continue" not in body and measured:
                 evidence = (
                     f"`{shortened(text_of(each.test), 60)}` depends on this rank's part of the validation data: one "
                     f"rank may stop while others go on"
                 )
-                own, dist = target_of(measured[0]) or "val_loss", distributed(each.file)
-                lines = f"mean = torch.tensor(float({own}){_device(script)})  # before {own} is compared\n"
-                lines += f"{dist}.all_reduce(mean)\n{own} = mean.item() / {dist}.get_world_size()"
-                yield found((each.file, each.line), evidence, mend=lines)
+                result, dist = target_of(measured[0]) or "val_loss", distributed(each.file)
+                lines = averaged(script, result, dist)
+                mend = f"{lines}{result} = mean.item() / {dist}.get_world_size()  # before {result} is compared"
+                yield found((each.file, each.line), evidence, mend=mend)
                 return
-
-
-def _device(script: Script) -> str:
-    """The `device` argument for a number that ranks exchange."""
-    return ', device="cuda"' if script.uses_gpus else ""
-
-
-def _is_divided(script: Script, loader: Call) -> bool:
-    sampler = loader.argument("sampler", 3) or loader.argument("batch_sampler", 4)
-    return loader in script.prepared or "sampler" in script.kinds(sampler, loader.frame)
-
-
-def _behind(script: Script, test: Frame) -> Iterator[cst.CSTNode]:
-    """A condition, the values assigned to its names, and the conditions around those assignments, recursively."""
-    pending: list[tuple[cst.CSTNode | None, Frame, int]] = [(test.test, test, 4)]
-    seen: set[int] = set()
-    while pending:
-        node, frame, left = pending.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        for name in names_in(node) if left else ():
-            for each in assignments_to(script, name, frame):
-                pending.append((each.value, each.frame, left - 1))
-                pending += [(around.test, around, left - 1) for around in each.frame.outwards() if around.kind == "if"]
-
-
-def _calls_behind(script: Script, test: Frame) -> list[Call]:
-    inside = [inner for node in _behind(script, test) for inner in walk(node) if isinstance(inner, cst.Call)]
-    return [call for inner in inside if (call := script.record(inner)) is not None]
-
-
-def _is_shared(script: Script, test: Frame, shared: list[Call]) -> bool:
-    """Whether ranks seem to have exchanged the values of a condition, by its names and the calls behind them."""
-    names = {name for call in shared for argument in call.arguments for name in names_in(argument)}
-    if any(names_in(node) & names for node in _behind(script, test)):
-        return True
-    return runs(script, _calls_behind(script, test), lambda call: call in shared or bool(_SHARES.search(call.last)))

@@ -317,8 +317,9 @@ class DataLoader:
         The epoch in which a resumed run was interrupted continues at its position.
         """
         epoch = checks.whole("DataLoader.set_epoch: epoch", epoch, least=0)
-        if self._epochs.waits is not None and self._epochs.waits.epoch != epoch:
-            _warn_of_jump(self._epochs.waits, epoch)
+        waits = self._epochs.waits
+        if waits is not None and waits is self._progress.committed and waits.epoch != epoch:
+            _warn_of_jump(waits, epoch)
         self._progress.jump(self._epochs.set(epoch))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -331,7 +332,8 @@ class DataLoader:
         Raises:
             ConfigurationError: `num_epochs` is negative or not a whole number.
         """
-        return self._epochs.loop(checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0))
+        num_epochs = checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0)
+        return self._epochs.loop(num_epochs, self._progress)
 
     def commit(self) -> None:
         """Count the yielded batches as consumed, without those that were only read ahead.
@@ -354,6 +356,7 @@ class DataLoader:
             "epoch": mark.epoch,
             "position": mark.position,
             "first_epoch": self._epochs.base,
+            "has_looped": self._epochs.has_looped,
             "data": self._source.facts(),
         }
         if mark.drawn is not None:
@@ -402,7 +405,7 @@ class DataLoader:
                     "were in its shuffle buffers are lost; resume_streams='replay' is exact.",
                 )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
-        self._epochs.resume(mark, base)
+        self._epochs.resume(mark, base, had_looped=bool(state.get("has_looped")))
         self._progress.jump(mark)
         before = state["data"].get("global_batch_size")
         if before != self.global_batch_size and self.world.rank == 0:
@@ -445,7 +448,7 @@ class DataLoader:
                     self._refuse_or_warn_of_older()
             finished = True
         finally:
-            self._epochs.end(epoch, finished=finished)
+            self._epochs.end(epoch, self._progress.committed, finished=finished)
             if finished and iteration == self._num_iterations:
                 progress.end(self._source.after(epoch))
             batches.close()  # type: ignore[attr-defined]  # now, and the workers with it

@@ -28,7 +28,9 @@ base      `first` when the run began. A resumed run starts there again and leave
 
 After `resume` the interrupted epoch begins at its position, until it is finished or another epoch is chosen. Every
 iteration begins there until an optimizer has used some of it: a first batch that is only read doesn't skip the rest of
-the epoch.
+the epoch. Without `epochs`, an iteration up to the end of the epoch finishes it, even if nothing was left of it. If the
+run was interrupted in `epochs`, or after it, such an iteration has only read batches, and `epochs` begins at the
+position all the same.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.committed = Mark()
+        self.has_used_any = False  # whether a batch was used since the last jump
         self._num_commits = 0
         self._has_warned = False
         self._begin_anew()
@@ -151,6 +154,7 @@ class Progress:
         """Continue at `mark`."""
         self._begin_anew()
         self.committed = mark
+        self.has_used_any = False
 
     def commit(self) -> None:
         """Count the yielded batches as used, without those that the consumer only read ahead."""
@@ -162,6 +166,7 @@ class Progress:
         newest = self._num_yielded - self._num_ahead
         while self._waiting and self._waiting[0].number <= newest:
             self.committed = self._waiting.popleft().end
+            self.has_used_any = True
         self._watch()
 
     def see(self, inputs: Any) -> None:
@@ -244,8 +249,16 @@ class EpochCounter:
         self._first = 0
         self._in_loop = False
         self._has_looped = False
+        self._interrupted: Mark | None = (
+            None  # position at which a resumed run was interrupted in `epochs`, or after it
+        )
         self._resumed = Mark()
         self.waits: Mark | None = None  # position at which a resumed run will continue; None once it has continued
+
+    @property
+    def has_looped(self) -> bool:
+        """Whether `epochs` has begun, in this run or before its interruption."""
+        return self._has_looped or self._interrupted is not None
 
     def set(self, epoch: int) -> Mark:
         """Begin the next iteration and the next loop with `epoch`; returns the position in it."""
@@ -253,15 +266,22 @@ class EpochCounter:
             self._resumed = Mark(epoch)
         if not self._has_looped:
             self.base = epoch
-        self.waits = None
+        self.waits = self._interrupted = None
         self._move(epoch)
         return self._resumed
 
-    def resume(self, mark: Mark, base: int) -> None:
-        """Continue a run that began with epoch `base` and was interrupted at `mark`."""
+    def resume(self, mark: Mark, base: int, *, had_looped: bool) -> None:
+        """Continue a run that began with epoch `base` and was interrupted at `mark`.
+
+        Args:
+            mark: The position.
+            base: The epoch.
+            had_looped: `has_looped` at the interruption.
+        """
         self.epoch = self._coming = mark.epoch
         self._first = self.base = base
         self._has_looped = False
+        self._interrupted = mark if had_looped else None
         self._resumed = self.waits = mark
 
     def begin(self, committed: Mark) -> Mark:
@@ -271,23 +291,35 @@ class EpochCounter:
             committed: The position that is committed now.
         """
         if not self._in_loop:
-            self.epoch = committed.epoch if self.waits is committed else self._coming
+            self.epoch = self._next(committed)
         self._coming = self.epoch + 1
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
 
-    def end(self, epoch: int, *, finished: bool) -> None:
-        """End the iteration of `epoch`, after its last batch or earlier."""
+    def end(self, epoch: int, committed: Mark, *, finished: bool) -> None:
+        """End the iteration of `epoch`, after its last batch or earlier; for `committed` see `begin`."""
         if finished:
             self.waits = None
             self._first = max(self._first, epoch + 1)
             if self._resumed.epoch == epoch:
                 self._resumed = Mark(epoch)
         if not self._in_loop and self.epoch == epoch:
-            self.epoch = self._coming
+            self.epoch = self._next(committed)
 
-    def loop(self, num_epochs: int) -> Iterator[int]:
-        """Yield the next `num_epochs` epochs without the finished ones; each is set while the caller's loop runs."""
+    def _next(self, committed: Mark) -> int:
+        """The epoch of the next iteration outside of a loop."""
+        return committed.epoch if self.waits is committed else self._coming
+
+    def loop(self, num_epochs: int, progress: Progress) -> Iterator[int]:
+        """Yield the next `num_epochs` epochs without the finished ones; each is set while the caller's loop runs.
+
+        Args:
+            num_epochs: The number of epochs.
+            progress: The loader's position.
+        """
         if not self._has_looped:
+            if self._interrupted is not None and not progress.has_used_any:
+                self.resume(self._interrupted, self.base, had_looped=True)
+                progress.jump(self._interrupted)
             self._has_looped = True
             self.base = self._first
         for epoch in range(self._first, self._first + num_epochs):

@@ -397,3 +397,87 @@ def test_a_look_at_a_first_batch_after_a_resume_drops_no_rest_of_the_epoch(num_w
     next(iter(resumed))
     assert resumed.state_dict()["epoch"] == 0, "the step has used a batch; a loop that stops early goes on to the next"
     assert resumed.epoch == 2
+
+
+@pytest.mark.parametrize("look", ["at a first batch", "at all batches"])
+def test_a_look_before_epochs_changes_no_epoch_of_a_resumed_run(look: str) -> None:
+    """Also where the run was stopped after the last batch of an epoch, and the look finds none."""
+
+    def script(loader: DataLoader, stop_after: int) -> tuple[list[Any], dict[str, Any] | None]:
+        optimizer, done = _optimizer(), []
+        deque(loader, maxlen=0) if look == "at all batches" else next(iter(loader), None)
+        for epoch in loader.epochs(3):
+            for batch in loader:
+                optimizer.step()
+                done.append((epoch, batch))
+                stop_after -= 1
+                if stop_after == 0:
+                    return done, loader.state_dict()
+            done.append((epoch, "end"))
+        return done, None
+
+    whole, _ = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], 0)
+    for stop_after in range(1, 10):
+        first, state = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], stop_after)
+        assert state is not None
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        loader.load_state_dict(state)
+        (again,) = _loaders(10, 1, global_batch_size=4, shuffle=True)  # saved anew before its loop begins
+        again.load_state_dict(loader.state_dict())
+        second, _ = script(again, 0)
+        assert first + second == whole, stop_after
+
+
+def test_a_warm_up_before_epochs_that_was_stopped_after_its_last_batch_is_finished() -> None:
+    def script(loader: DataLoader, stop_after: int) -> tuple[list[Any], dict[str, Any]]:
+        optimizer, done = _optimizer(), []
+        for batch in chain(loader, (batch for _ in loader.epochs(2) for batch in loader)):
+            optimizer.step()
+            done.append((loader.epoch, batch))
+            if len(done) == stop_after:
+                break
+        return done, loader.state_dict()
+
+    whole, _ = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], 0)
+    assert [epoch for epoch, _ in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for stop_after in (2, 3):
+        first, state = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], stop_after)
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        loader.load_state_dict(state)
+        assert first + script(loader, 0)[0] == whole, stop_after
+
+
+def test_after_a_look_the_next_epoch_is_still_the_interrupted_one() -> None:
+    """A loop over `range(loader.epoch, n)` would leave out the last epoch otherwise."""
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    loader.set_epoch(1)
+    next(batches := iter(loader))
+    optimizer = _optimizer()
+    optimizer.step()
+    batches.close()
+    (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert resumed.epoch == 1
+    lengths = []
+    for _ in range(resumed.epoch, 3):
+        lengths.append(0)
+        for _ in resumed:
+            optimizer.step()
+            lengths[-1] += 1
+    assert lengths == [2, 3]
+
+
+def test_an_epoch_after_the_interrupted_one_is_chosen_without_a_warning() -> None:
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    next(batches := iter(loader))
+    optimizer = _optimizer()
+    optimizer.step()
+    batches.close()
+    (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    for _ in resumed:
+        optimizer.step()
+        break
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 3

@@ -453,7 +453,7 @@ class Checkpointer:
         )
 
     def _save(self, *, waits: bool = False, raises: bool = False) -> None:
-        self._finish(raises=raises)
+        self._finish()  # `raises` is about this save
         if self._lacks_best and not self._has_warned_of_best:
             self._has_warned_of_best = True
             self._print(f"best={self.policy.best!r}: no step or save has given this metric yet")
@@ -521,9 +521,9 @@ class Checkpointer:
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
         self.world.stop_reason = None  # handled: a notebook may continue
-        if self._last_saved != self.num_steps:
+        self._finish()
+        if self._last_saved != self.num_steps:  # also if the pending save of this step has just failed
             self._save(waits=True, raises=True)
-        self._finish(raises=True)
         self._is_closed = True
         if self._tier is not None:
             self._tier.close(removes=True)

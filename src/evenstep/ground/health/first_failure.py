@@ -18,7 +18,8 @@ from evenstep.console import printable
 from evenstep.errors import EvenstepError
 from evenstep.ground.health.heartbeat import REPORT_BYTES
 
-# torch's messages about a lost peer. A rank that raises one of them is a secondary failure.
+# torch's messages about a lost peer, in RuntimeErrors. A rank that raises one of them is a secondary failure. Python's
+# ConnectionErrors are from connections of the script itself, such as a failed download.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
     r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
@@ -113,7 +114,7 @@ def is_consequence(error: BaseException) -> bool:
 def _says_that_a_peer_is_gone(error: BaseException) -> bool:
     if isinstance(error, EvenstepError):
         return error.is_consequence
-    return isinstance(error, RuntimeError | ConnectionError) and _PEER_GONE.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
 
 
 def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:

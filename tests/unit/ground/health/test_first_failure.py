@@ -70,11 +70,12 @@ def in_place_of(hidden: BaseException) -> BaseException:
     [
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:7045"), True),
         (RuntimeError("Read error [127.0.0.1]:7045"), True),
-        (ConnectionResetError("Connection reset by peer"), True),
+        (ConnectionResetError("Connection reset by peer"), False),
         (PeerLostError("rank 1 is gone"), True),
         (CollectiveTimeoutError("rank 1 is missing"), True),
         (caused_by(RuntimeError("Connection closed by peer")), True),
         (caused_by(KeyError("x")), False),
+        (caused_by(ConnectionRefusedError("[Errno 111] Connection refused")), False),  # as by urllib, for a download
         (in_place_of(PeerLostError("rank 1 is gone")), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection closed"), False),

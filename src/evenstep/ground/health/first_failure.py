@@ -53,7 +53,9 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = f"{type(error).__name__}: {str(error).strip()}"  # messages of torch's spawn begin with empty lines
+        summary = (
+            f"{type(error).__name__}: {_message_of(error).strip()}"  # messages of torch's spawn begin with empty lines
+        )
         return cls(
             rank=rank,
             pid=os.getpid(),
@@ -114,7 +116,14 @@ def is_consequence(error: BaseException) -> bool:
 def _says_that_a_peer_is_gone(error: BaseException) -> bool:
     if isinstance(error, EvenstepError):
         return error.is_consequence
-    return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _PEER_GONE.search(_message_of(error)) is not None
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the script's own class
+        return "<exception str() failed>"  # as python writes it
 
 
 def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:

@@ -92,6 +92,15 @@ def test_a_report_is_read_back_and_what_is_none_passed_over() -> None:
         assert CrashReport.unpack(data) is None
 
 
+def test_an_error_whose_message_fails_is_reported() -> None:
+    class OwnError(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no message")
+
+    found = CrashReport.of(OwnError(), rank=0, traceback="Traceback ...")
+    assert (found.summary, found.is_consequence) == ("OwnError: <exception str() failed>", False)
+
+
 @pytest.mark.parametrize("letter", ["x", "é", "\N{GRINNING FACE}"])
 def test_a_report_fits_its_place_and_keeps_where_it_was_raised(letter: str) -> None:
     long = CrashReport.of(ValueError("begins" + letter * 30_000), rank=0, traceback=letter * 30_000 + "ends")

@@ -563,3 +563,25 @@ def test_all_checkpointers_of_a_run_are_saved_when_it_is_stopped(tmp_path: Path,
         assert signal.getsignal(signal.SIGUSR1) == own
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_checkpointer_that_was_made_anew_replaces_the_first_one(tmp_path: Path, capsys, is_stopped: bool):
+    """As by a notebook's cell that is run twice: at the end only the second one saves."""
+    with pytest.raises(SystemExit) if is_stopped else contextlib.nullcontext(), World.alone(device="cpu") as world:
+        first = Training(tmp_path, world, every_minutes=None)
+        first.checkpoint.resume()
+        first.run_to(3)
+        second = Training(tmp_path, world, every_minutes=None)
+        assert second.checkpoint.resume() == 0
+        second.run_to(2)
+        with pytest.raises(UsageError, match=r"a later Checkpointer of this process saves to .*Use the later one"):
+            first.step()
+        if is_stopped:
+            world.request_stop("a test")
+            second.step()
+    told = capsys.readouterr().err
+    assert steps(tmp_path) == [2 + is_stopped]
+    assert "the first one saves nothing more there" in told
+    assert "could not be saved" not in told
+    assert ", too" not in told

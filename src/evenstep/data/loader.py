@@ -148,8 +148,8 @@ class DataLoader:
         self.world = everybody.data_parallel
         self._queue = queue
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
-        self._epochs = EpochCounter()
         self._progress = Progress()
+        self._epochs = EpochCounter(self._progress)
         self._iterated: tuple[Mark, Mark] | None = None  # the latest iteration, for `gather`
         self._num_iterations = self._num_samples = 0
         self._has_warned_of_iterations = False
@@ -317,9 +317,8 @@ class DataLoader:
         The epoch in which a resumed run was interrupted continues at its position.
         """
         epoch = checks.whole("DataLoader.set_epoch: epoch", epoch, least=0)
-        waits = self._epochs.waits
-        if waits is not None and waits is self._progress.committed and waits.epoch != epoch:
-            _warn_of_jump(waits, epoch)
+        if self._epochs.waits is not None and self._epochs.waits.epoch != epoch:
+            _warn_of_jump(self._epochs.waits, epoch)
         self._progress.jump(self._epochs.set(epoch))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -332,8 +331,7 @@ class DataLoader:
         Raises:
             ConfigurationError: `num_epochs` is negative or not a whole number.
         """
-        num_epochs = checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0)
-        return self._epochs.loop(num_epochs, self._progress)
+        return self._epochs.loop(checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0))
 
     def commit(self) -> None:
         """Count the yielded batches as consumed, without those that were only read ahead.
@@ -357,6 +355,7 @@ class DataLoader:
             "position": mark.position,
             "first_epoch": self._epochs.base,
             "has_looped": self._epochs.has_looped,
+            "iterations_before": self._progress.num_before,
             "data": self._source.facts(),
         }
         if mark.drawn is not None:
@@ -405,8 +404,10 @@ class DataLoader:
                     "were in its shuffle buffers are lost; resume_streams='replay' is exact.",
                 )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
-        self._epochs.resume(mark, base, had_looped=bool(state.get("has_looped")))
+        num_before = int(state.get("iterations_before", 0))  # states of earlier versions have none
+        self._epochs.resume(mark, base, num_before=num_before, had_looped=bool(state.get("has_looped")))
         self._progress.jump(mark)
+        self._progress.num_before = num_before
         before = state["data"].get("global_batch_size")
         if before != self.global_batch_size and self.world.rank == 0:
             warn(
@@ -418,7 +419,7 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._source.validate()
-        mark = self._epochs.begin(self._progress.committed)
+        mark = self._epochs.begin()
         self._num_iterations += 1
         # The seed of the workers' streams is drawn from here instead of from the process's own stream.
         key = mix(_WORKERS_TAG, self.seed, mark.epoch, self.world.rank) >> 1
@@ -434,7 +435,7 @@ class DataLoader:
         progress, epoch, finished = self._progress, start.epoch, False
         if iteration == self._num_iterations:
             self._iterated = (start, start)
-            progress.start()
+            progress.start(self._epochs.num_begun - 1)
         try:
             for end, loaded in batches:
                 if iteration == self._num_iterations:
@@ -448,7 +449,7 @@ class DataLoader:
                     self._refuse_or_warn_of_older()
             finished = True
         finally:
-            self._epochs.end(epoch, self._progress.committed, finished=finished)
+            self._epochs.end(epoch, finished=finished)
             if finished and iteration == self._num_iterations:
                 progress.end(self._source.after(epoch))
             batches.close()  # type: ignore[attr-defined]  # now, and the workers with it

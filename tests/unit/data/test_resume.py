@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -399,33 +399,78 @@ def test_a_look_at_a_first_batch_after_a_resume_drops_no_rest_of_the_epoch(num_w
     assert resumed.epoch == 2
 
 
-@pytest.mark.parametrize("look", ["at a first batch", "at all batches"])
-def test_a_look_before_epochs_changes_no_epoch_of_a_resumed_run(look: str) -> None:
-    """Also where the run was stopped after the last batch of an epoch, and the look finds none."""
+def _first_of(loader: DataLoader) -> None:
+    next(iter(loader), None)
 
-    def script(loader: DataLoader, stop_after: int) -> tuple[list[Any], dict[str, Any] | None]:
-        optimizer, done = _optimizer(), []
-        deque(loader, maxlen=0) if look == "at all batches" else next(iter(loader), None)
-        for epoch in loader.epochs(3):
+
+def _all_of(loader: DataLoader) -> None:
+    deque(loader, maxlen=0)
+
+
+def _before_and_between_loops(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    look(loader)
+    for num_epochs in (1, 2):
+        for epoch in loader.epochs(num_epochs):
             for batch in loader:
-                optimizer.step()
-                done.append((epoch, batch))
-                stop_after -= 1
-                if stop_after == 0:
-                    return done, loader.state_dict()
-            done.append((epoch, "end"))
+                yield epoch, batch
+        look(loader)
+
+
+def _in_each_epoch(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    for epoch in loader.epochs(3):
+        look(loader)
+        for batch in loader:
+            yield epoch, batch
+
+
+def _in_each_epoch_that_the_script_sets(
+    loader: DataLoader, look: Callable[[DataLoader], None]
+) -> Iterator[tuple[int, Any]]:
+    for epoch in range(loader.epoch, 3):
+        loader.set_epoch(epoch)
+        look(loader)
+        loader.set_epoch(epoch)
+        for batch in loader:
+            yield epoch, batch
+
+
+def _after_each_epoch(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            yield epoch, batch
+        look(loader)
+        assert look is _first_of or loader.gather(torch.arange(10)).numel() == 10, "an evaluation of the whole epoch"
+
+
+@pytest.mark.parametrize("look", [_first_of, _all_of])
+@pytest.mark.parametrize(
+    "script", [_before_and_between_loops, _in_each_epoch, _in_each_epoch_that_the_script_sets, _after_each_epoch]
+)
+def test_a_look_at_batches_changes_no_epoch_of_a_resumed_run(script: Any, look: Any) -> None:
+    """Stopped everywhere, and then every two steps. At the end of an epoch a look finds nothing."""
+
+    def run(state: dict[str, Any] | None, num_steps: int) -> tuple[list[Any], dict[str, Any] | None]:
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        if state is not None:
+            loader.load_state_dict(state)
+            (again,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+            again.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # saved anew before its first step
+            loader = again
+        optimizer, done = _optimizer(), []
+        for entry in script(loader, look):
+            optimizer.step()
+            done.append(entry)
+            if len(done) == num_steps:
+                return done, loader.state_dict()
         return done, None
 
-    whole, _ = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], 0)
-    for stop_after in range(1, 10):
-        first, state = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], stop_after)
-        assert state is not None
-        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
-        loader.load_state_dict(state)
-        (again,) = _loaders(10, 1, global_batch_size=4, shuffle=True)  # saved anew before its loop begins
-        again.load_state_dict(loader.state_dict())
-        second, _ = script(again, 0)
-        assert first + second == whole, stop_after
+    whole, _ = run(None, 0)
+    for num_steps in range(1, 1 + len(whole)):
+        done, state = run(None, num_steps)
+        while state is not None and len(done) <= len(whole):
+            more, state = run(state, 2)
+            done += more
+        assert done == whole, num_steps
 
 
 def test_a_warm_up_before_epochs_that_was_stopped_after_its_last_batch_is_finished() -> None:

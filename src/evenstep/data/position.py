@@ -129,6 +129,7 @@ class Progress:
         self._was_recognised = self._is_over = False
         self._yielded_at_step = 0
         self._gaps: list[int] = []  # batches yielded before the first step, and the most before a later step
+        self._num_gaps = 0
         input_watchers.discard(self)
 
     def start(self, num_before: int = 0) -> None:
@@ -204,13 +205,14 @@ class Progress:
 
         Such a consumer read more batches before the first step than before any later step, and a step after the last
         batch had no batch left to use. (A last step of an unfinished accumulation, after the epoch, uses batches that
-        wait.)
+        wait.) Three steps at least, because the last may be that of a shorter accumulation.
         """
         gap, self._yielded_at_step = self.num_yielded - self._yielded_at_step, self.num_yielded
         if gap:
+            self._num_gaps += 1
             self._gaps = [*self._gaps, gap] if len(self._gaps) < 2 else [self._gaps[0], max(self._gaps[1], gap)]
             return
-        reads_ahead = self._is_over and not self._waiting and len(self._gaps) == 2 and self._gaps[0] > self._gaps[1]
+        reads_ahead = self._is_over and not self._waiting and self._num_gaps > 2 and self._gaps[0] > self._gaps[1]
         if reads_ahead and not (self._was_recognised or self._has_warned):
             self._has_warned = True
             warn(

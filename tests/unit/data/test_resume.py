@@ -288,6 +288,19 @@ def test_a_consumer_that_reads_ahead_and_gives_the_model_copies_is_warned_of() -
         world.close()
 
 
+@pytest.mark.parametrize("is_after_the_epoch", [False, True])
+def test_a_rest_of_an_accumulation_is_no_reading_ahead(is_after_the_epoch: bool) -> None:
+    """Of a single whole accumulation; warnings are errors in tests. A later step is that of another loop."""
+    loader = DataLoader(_numbers_of_two_columns(24), 4, world=stub_world())
+    optimizer = _optimizer()
+    for number, _ in enumerate(loader, 1):
+        if number == 4 or (number == 6 and not is_after_the_epoch):
+            optimizer.step()
+    for _ in range(2):
+        optimizer.step()
+    assert loader.state_dict()["epoch"] == 1
+
+
 def test_training_on_two_iterations_at_once_is_warned_of() -> None:
     (loader,) = _loaders(24, 1, global_batch_size=4, shuffle=True)
     (reference,) = _loaders(24, 1, global_batch_size=4, shuffle=True)

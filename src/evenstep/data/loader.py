@@ -404,7 +404,7 @@ class DataLoader:
                     "were in its shuffle buffers are lost; resume_streams='replay' is exact.",
                 )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
-        num_before = int(state.get("iterations_before", 0))  # states of earlier versions have none
+        num_before = state.get("iterations_before", 0)
         self._epochs.resume(mark, base, num_before=num_before, had_looped=bool(state.get("has_looped")))
         self._progress.jump(mark)
         self._progress.num_before = num_before
@@ -669,9 +669,11 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
         raise ConfigurationError(
             f"{where}: version {_STATE_VERSION} of a loader's state is supported, this is {found!r}."
         )
-    numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
+    names = ("epoch", "position", "first_epoch", "iterations_before")
+    # States of earlier versions have no `iterations_before`.
+    numbers = [state.get(name, 0 if name == names[-1] else None) for name in names]
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
+        raise ConfigurationError(f"{where}: {', '.join(names)} are {numbers}; whole numbers, at least 0.")
     saved = state.get("data") or {}
     if not isinstance(saved, dict):
         raise ConfigurationError(f"{where}: data={checks.shown(saved)}; what state_dict() has written.")
@@ -687,7 +689,7 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
             f"{where}: the state belongs to other data: {'; '.join(differences)}. A resume is exact or refused; start "
             f"afresh, or make the loader as it was."
         )
-    epoch, position, base = (int(number or 0) for number in numbers)
+    epoch, position, base = (int(number or 0) for number in numbers[:3])
     return Mark(epoch, position, drawn=state.get("order")), base
 
 

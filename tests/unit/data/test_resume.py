@@ -377,6 +377,7 @@ def test_states_that_are_none_are_refused() -> None:
         (state | {"version": 2}, "this is 2"),
         (state | {"position": -1}, "whole numbers"),
         (state | {"epoch": None}, "whole numbers"),
+        (state | {"iterations_before": "1"}, "whole numbers"),
         (state | {"position": 41}, "no step begins at position 41"),
     ):
         with pytest.raises(ConfigurationError, match=told):

@@ -45,10 +45,19 @@ def test_choose_root_cause(exits: list[Exit], reports: list[CrashReport], root_c
     assert (chosen.rank if chosen is not None else None) == root_cause
 
 
+def raised(error: BaseException) -> BaseException:
+    """By a `raise` of a script."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
 def caused_by(cause: BaseException) -> BaseException:
+    """Not by a `raise`: torch's errors come from C++."""
     try:
         try:
-            raise cause
+            (_ for _ in ()).throw(cause)
         except BaseException:
             raise ValueError("could not finish the epoch")  # noqa: B904
     except ValueError as error:
@@ -74,6 +83,10 @@ def in_place_of(hidden: BaseException) -> BaseException:
         (PeerLostError("rank 1 is gone"), True),
         (CollectiveTimeoutError("rank 1 is missing"), True),
         (caused_by(RuntimeError("Connection closed by peer")), True),
+        (caused_by(raised(RuntimeError("failed to read image-3.png"))), False),
+        (raised(RuntimeError("failed to read image-3.png")), False),  # by a data set
+        (raised(RuntimeError("DataLoader timed out after 2 seconds")), False),  # by torch's loader
+        (raised(PeerLostError("rank 1 is gone")), True),
         (caused_by(KeyError("x")), False),
         (caused_by(ConnectionRefusedError("[Errno 111] Connection refused")), False),  # as by urllib, for a download
         (in_place_of(PeerLostError("rank 1 is gone")), False),

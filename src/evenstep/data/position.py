@@ -29,7 +29,7 @@ base      `first` when the run began. A resumed run starts there again and leave
 After `resume` the interrupted epoch begins at its position, until it is finished or another epoch is chosen. Every
 iteration begins there until an optimizer has used some of it: a first batch that is only read doesn't skip the rest of
 the epoch. If the interrupted iteration wasn't the first of its epoch (an evaluation came before the training), as many
-iterations begin at the position; later ones are of the whole epoch.
+iterations begin at the position; later ones, and all after the training, are of the whole epoch.
 
 Without `epochs`, an iteration that finds nothing left of the epoch finishes it. If the run was interrupted in `epochs`,
 or after it, even such an iteration was only a look for a first batch, and `epochs` begins at the position all the same.
@@ -330,12 +330,13 @@ class EpochCounter:
         """End the iteration of `epoch`, after its last batch or earlier."""
         if finished:
             self._waits = None
-            if self._interrupted is None or self._progress.has_used_any:
+            has_trained = self._progress.has_used_any
+            if self._interrupted is None or has_trained:
                 self._first = max(self._first, epoch + 1)
             elif self._has_looped and self._progress.num_yielded:
                 # Between two loops of a resumed run, as before its interruption. `base` counts earlier iterations.
                 self._first += 1
-            if self._resumed.epoch == epoch and self.num_begun > self._num_before:
+            if self._resumed.epoch == epoch and (has_trained or self.num_begun > self._num_before):
                 self._resumed = Mark(epoch)
         if not self._in_loop and self.epoch == epoch:
             self.epoch = self._next()

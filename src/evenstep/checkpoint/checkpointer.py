@@ -274,8 +274,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The save in the background has failed.
-            UsageError: The directory has checkpoints of later steps than this one; or the model is in a `join`, whose
-                ranks make different numbers of steps.
+            UsageError: The directory has checkpoints of later steps than this one; or a later Checkpointer of this
+                process saves there; or the model is in a `join`, whose ranks make different numbers of steps.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
         engines = [model.engine for model in models_among(self._objects)]
@@ -397,18 +397,14 @@ class Checkpointer:
                 )
             elif not is_apart:
                 self._count()
+            saves = not is_apart and self.num_steps > 0 and not self._directory.is_succeeded
             # All ranks know whether the previous save failed, so all agree on whether to save again.
-            if (
-                not is_apart
-                and self.num_steps > 0
-                and self._last_saved != self.num_steps
-                and (is_good or self._continues_on_error)
-            ):
+            if saves and self._last_saved != self.num_steps and (is_good or self._continues_on_error):
                 self._last_saved = self.num_steps
                 self._saver.start(self.num_steps, self._metrics)
                 is_good = self._finish_alone(raises=True)
             if self._tier is not None:
-                self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
+                self._tier.close(removes=is_good and saves)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -453,7 +449,7 @@ class Checkpointer:
         )
 
     def _save(self, *, waits: bool = False, raises: bool = False) -> None:
-        self._finish(raises=raises)
+        self._finish()  # `raises` is about this save
         if self._lacks_best and not self._has_warned_of_best:
             self._has_warned_of_best = True
             self._print(f"best={self.policy.best!r}: no step or save has given this metric yet")
@@ -521,9 +517,9 @@ class Checkpointer:
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
         self.world.stop_reason = None  # handled: a notebook may continue
-        if self._last_saved != self.num_steps:
+        self._finish()
+        if self._last_saved != self.num_steps:  # also if the pending save of this step has just failed
             self._save(waits=True, raises=True)
-        self._finish(raises=True)
         self._is_closed = True
         if self._tier is not None:
             self._tier.close(removes=True)
@@ -582,6 +578,11 @@ class Checkpointer:
         """
         self._refuse_in_child()
         self._open()
+        if self._directory.is_succeeded:
+            raise UsageError(
+                f"a later Checkpointer of this process saves to {self._where}, so this one saves nothing more there. "
+                f"Use the later one, or give each its own directory."
+            )
         self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older step in the middle of a run
         _validate_local(self._objects)
         if self.world.world_size > 1 and any(model._join_config.enable for model in models_among(self._objects)):
@@ -644,7 +645,8 @@ class Checkpointer:
             return
         was_closed, self._is_closed = self._is_closed, True
         try:
-            if isinstance(error, _Stopped) and not was_closed and self._directory.is_open:
+            is_current = self._directory.is_open and not self._directory.is_succeeded
+            if isinstance(error, _Stopped) and not was_closed and is_current:
                 # Another Checkpointer has stopped the run, on all ranks at the same step: before this one's `step`, if
                 # an optimizer has stepped since the last.
                 self._num_apart += self._has_uncounted_step

@@ -139,6 +139,7 @@ class RunDirectory:
         steps: Metrics of each checkpoint, by step. On ranks other than 0 some checkpoints may have been removed since.
         folders: The folders by step.
         is_open: Whether this job has taken the lock.
+        is_succeeded: Whether a later Checkpointer of this process saves here.
         run: The run's key, made with the directory; "" until it is open.
         resumes: Resumes of earlier attempts: see [Note: what a lock remembers of the run].
     """
@@ -147,7 +148,7 @@ class RunDirectory:
         self.storage, self._world, self._policy = storage, world, policy
         self.steps: dict[int, Mapping[str, float]] = {}
         self.folders: dict[int, str] = {}
-        self.is_open = False
+        self.is_open = self.is_succeeded = False
         self.run, self.resumes = "", list[tuple[int, int]]()
         self.writer: Pending | None = None
         self._lock: Lock | None = None
@@ -197,6 +198,8 @@ class RunDirectory:
         self.steps = {step: metrics for step, _, metrics in listed}
         self.folders = {step: folder for step, folder, _ in listed}
         self.is_open = True
+        for other in self._others_here():
+            other.is_succeeded = True
         _open_here.add(self)
         return int(number)
 
@@ -224,10 +227,14 @@ class RunDirectory:
                 f"mount, or an object store."
             )
 
+    def _others_here(self) -> list[RunDirectory]:
+        """The same directory as other Checkpointers of this process have opened it."""
+        return [each for each in list(_open_here) if each is not self and each.storage.where == self.storage.where]
+
     def _succeed_others(self) -> None:
         """Wait for another Checkpointer of this process that saves here, such as an earlier notebook cell's."""
-        for other in list(_open_here):
-            if other is not self and other._lock is not None and other.storage.where == self.storage.where:
+        for other in self._others_here():
+            if other._lock is not None:
                 say(f"evenstep: a second Checkpointer on {self.storage.where}: the first one saves nothing more there")
                 if other.writer is not None and other.writer.thread is not None:
                     other.writer.thread.join()

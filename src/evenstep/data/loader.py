@@ -148,8 +148,8 @@ class DataLoader:
         self.world = everybody.data_parallel
         self._queue = queue
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
-        self._epochs = EpochCounter()
         self._progress = Progress()
+        self._epochs = EpochCounter(self._progress)
         self._iterated: tuple[Mark, Mark] | None = None  # the latest iteration, for `gather`
         self._num_iterations = self._num_samples = 0
         self._has_warned_of_iterations = False
@@ -354,6 +354,8 @@ class DataLoader:
             "epoch": mark.epoch,
             "position": mark.position,
             "first_epoch": self._epochs.base,
+            "has_looped": self._epochs.has_looped,
+            "iterations_before": self._progress.num_before,
             "data": self._source.facts(),
         }
         if mark.drawn is not None:
@@ -402,8 +404,10 @@ class DataLoader:
                     "were in its shuffle buffers are lost; resume_streams='replay' is exact.",
                 )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
-        self._epochs.resume(mark, base)
+        num_before = state.get("iterations_before", 0)
+        self._epochs.resume(mark, base, num_before=num_before, had_looped=bool(state.get("has_looped")))
         self._progress.jump(mark)
+        self._progress.num_before = num_before
         before = state["data"].get("global_batch_size")
         if before != self.global_batch_size and self.world.rank == 0:
             warn(
@@ -415,7 +419,7 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._source.validate()
-        mark = self._epochs.begin(self._progress.committed)
+        mark = self._epochs.begin()
         self._num_iterations += 1
         # The seed of the workers' streams is drawn from here instead of from the process's own stream.
         key = mix(_WORKERS_TAG, self.seed, mark.epoch, self.world.rank) >> 1
@@ -431,7 +435,7 @@ class DataLoader:
         progress, epoch, finished = self._progress, start.epoch, False
         if iteration == self._num_iterations:
             self._iterated = (start, start)
-            progress.start()
+            progress.start(self._epochs.num_begun - 1)
         try:
             for end, loaded in batches:
                 if iteration == self._num_iterations:
@@ -665,9 +669,11 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
         raise ConfigurationError(
             f"{where}: version {_STATE_VERSION} of a loader's state is supported, this is {found!r}."
         )
-    numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
+    names = ("epoch", "position", "first_epoch", "iterations_before")
+    # States of earlier versions have no `iterations_before`.
+    numbers = [state.get(name, 0 if name == names[-1] else None) for name in names]
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
+        raise ConfigurationError(f"{where}: {', '.join(names)} are {numbers}; whole numbers, at least 0.")
     saved = state.get("data") or {}
     if not isinstance(saved, dict):
         raise ConfigurationError(f"{where}: data={checks.shown(saved)}; what state_dict() has written.")
@@ -683,7 +689,7 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
             f"{where}: the state belongs to other data: {'; '.join(differences)}. A resume is exact or refused; start "
             f"afresh, or make the loader as it was."
         )
-    epoch, position, base = (int(number or 0) for number in numbers)
+    epoch, position, base = (int(number or 0) for number in numbers[:3])
     return Mark(epoch, position, drawn=state.get("order")), base
 
 

@@ -28,7 +28,11 @@ base      `first` when the run began. A resumed run starts there again and leave
 
 After `resume` the interrupted epoch begins at its position, until it is finished or another epoch is chosen. Every
 iteration begins there until an optimizer has used some of it: a first batch that is only read doesn't skip the rest of
-the epoch.
+the epoch. If the interrupted iteration wasn't the first of its epoch (an evaluation came before the training), as many
+iterations begin at the position; later ones, and all after the training, are of the whole epoch.
+
+Without `epochs`, an iteration that finds nothing left of the epoch finishes it. If the run was interrupted in `epochs`,
+or after it, even such an iteration was only a look for a first batch, and `epochs` begins at the position all the same.
 """
 
 from __future__ import annotations
@@ -100,34 +104,48 @@ class Progress:
     """The committed position of one loader, and the batches that wait for a step.
 
     See [Note: consumers that read ahead].
+
+    Attributes:
+        committed: The position.
+        num_before: Iterations of the epoch before the one in which a batch was used last.
+        has_used_any: Whether a batch was used since the last jump.
+        num_yielded: Batches of the latest iteration.
     """
 
     def __init__(self) -> None:
         self.committed = Mark()
+        self.num_before = self._num_before_this = 0
+        self.has_used_any = False
         self._num_commits = 0
         self._has_warned = False
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
-        self._num_yielded = 0
+        self.num_yielded = 0
         self._newest_given: int | None = None  # number of the newest batch that a model was given since the last step
         self._num_ahead = 0  # batches that the consumer had read after the batch that it used
         self._commits_at_start = self._num_commits
         self._was_recognised = self._is_over = False
         self._yielded_at_step = 0
         self._gaps: list[int] = []  # batches yielded before the first step, and the most before a later step
+        self._num_gaps = 0
         input_watchers.discard(self)
 
-    def start(self) -> None:
-        """Called when an iteration begins: drop the batches that wait for a step."""
+    def start(self, num_before: int = 0) -> None:
+        """Called when an iteration begins: drop the batches that wait for a step.
+
+        Args:
+            num_before: Earlier iterations of the same epoch.
+        """
+        self._num_before_this = num_before
         _follow(self)
         self._begin_anew()
 
     def add(self, end: Mark, batch: Any) -> None:
         """Called when a batch is yielded; `end` is the position at its end."""
-        self._num_yielded += 1
-        self._waiting.append(_Waiting(self._num_yielded, end, tuple(_pieces(batch))))
+        self.num_yielded += 1
+        self._waiting.append(_Waiting(self.num_yielded, end, tuple(_pieces(batch))))
         self._watch()
 
     @property
@@ -151,17 +169,19 @@ class Progress:
         """Continue at `mark`."""
         self._begin_anew()
         self.committed = mark
+        self.has_used_any = False
 
     def commit(self) -> None:
         """Count the yielded batches as used, without those that the consumer only read ahead."""
         self._num_commits += 1
         self._note_gap()
         if self._newest_given is not None:
-            self._num_ahead = self._num_yielded - self._newest_given
+            self._num_ahead = self.num_yielded - self._newest_given
             self._newest_given = None
-        newest = self._num_yielded - self._num_ahead
+        newest = self.num_yielded - self._num_ahead
         while self._waiting and self._waiting[0].number <= newest:
             self.committed = self._waiting.popleft().end
+            self.has_used_any, self.num_before = True, self._num_before_this
         self._watch()
 
     def see(self, inputs: Any) -> None:
@@ -185,13 +205,14 @@ class Progress:
 
         Such a consumer read more batches before the first step than before any later step, and a step after the last
         batch had no batch left to use. (A last step of an unfinished accumulation, after the epoch, uses batches that
-        wait.)
+        wait.) Three steps at least, because the last may be that of a shorter accumulation.
         """
-        gap, self._yielded_at_step = self._num_yielded - self._yielded_at_step, self._num_yielded
+        gap, self._yielded_at_step = self.num_yielded - self._yielded_at_step, self.num_yielded
         if gap:
+            self._num_gaps += 1
             self._gaps = [*self._gaps, gap] if len(self._gaps) < 2 else [self._gaps[0], max(self._gaps[1], gap)]
             return
-        reads_ahead = self._is_over and not self._waiting and len(self._gaps) == 2 and self._gaps[0] > self._gaps[1]
+        reads_ahead = self._is_over and not self._waiting and self._num_gaps > 2 and self._gaps[0] > self._gaps[1]
         if reads_ahead and not (self._was_recognised or self._has_warned):
             self._has_warned = True
             warn(
@@ -235,17 +256,36 @@ def _lies_in(piece: _Piece, whole: _Piece) -> bool:
 
 
 class EpochCounter:
-    """Counts epochs: see [Note: which epoch comes next]. `set` sets all numbers; iterations and loops advance them."""
+    """Counts epochs: see [Note: which epoch comes next]. `set` sets all numbers; iterations and loops advance them.
 
-    def __init__(self) -> None:
+    Args:
+        progress: The loader's position.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self.epoch = 0
         self.base = 0
         self._coming = 0
         self._first = 0
         self._in_loop = False
         self._has_looped = False
+        # The position at which a resumed run was interrupted in `epochs` or after it, until a loop has come to it.
+        self._interrupted: Mark | None = None
         self._resumed = Mark()
-        self.waits: Mark | None = None  # position at which a resumed run will continue; None once it has continued
+        self._num_before = 0  # iterations of the epoch before the interrupted one
+        self._begun = Mark().epoch, 0  # an epoch, and its iterations that have begun
+        self._waits: Mark | None = None  # position at which a resumed run will continue; None once it has continued
+
+    @property
+    def has_looped(self) -> bool:
+        """Whether `epochs` has begun, in this run or before its interruption."""
+        return self._has_looped or self._interrupted is not None
+
+    @property
+    def waits(self) -> Mark | None:
+        """The position at which a resumed run will continue; None once it has continued."""
+        return self._waits if self._waits is self._progress.committed else None
 
     def set(self, epoch: int) -> Mark:
         """Begin the next iteration and the next loop with `epoch`; returns the position in it."""
@@ -253,37 +293,57 @@ class EpochCounter:
             self._resumed = Mark(epoch)
         if not self._has_looped:
             self.base = epoch
-        self.waits = None
+        self._waits = self._interrupted = None
         self._move(epoch)
         return self._resumed
 
-    def resume(self, mark: Mark, base: int) -> None:
-        """Continue a run that began with epoch `base` and was interrupted at `mark`."""
+    def resume(self, mark: Mark, base: int, *, num_before: int, had_looped: bool) -> None:
+        """Continue a run that began with epoch `base` and was interrupted at `mark`.
+
+        Args:
+            mark: The position.
+            base: The epoch.
+            num_before: See `Progress`.
+            had_looped: `has_looped` at the interruption.
+        """
+        self._begun, self._num_before = (mark.epoch, 0), num_before
         self.epoch = self._coming = mark.epoch
         self._first = self.base = base
         self._has_looped = False
-        self._resumed = self.waits = mark
+        self._interrupted = mark if had_looped else None
+        self._resumed = self._waits = mark
 
-    def begin(self, committed: Mark) -> Mark:
-        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch.
-
-        Args:
-            committed: The position that is committed now.
-        """
+    def begin(self) -> Mark:
+        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch."""
         if not self._in_loop:
-            self.epoch = committed.epoch if self.waits is committed else self._coming
+            self.epoch = self._next()
+        self._begun = self.epoch, 1 + (self.num_begun if self._begun[0] == self.epoch else 0)
         self._coming = self.epoch + 1
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
+
+    @property
+    def num_begun(self) -> int:
+        """Iterations of the latest epoch that have begun."""
+        return self._begun[1]
 
     def end(self, epoch: int, *, finished: bool) -> None:
         """End the iteration of `epoch`, after its last batch or earlier."""
         if finished:
-            self.waits = None
-            self._first = max(self._first, epoch + 1)
-            if self._resumed.epoch == epoch:
+            self._waits = None
+            has_trained = self._progress.has_used_any
+            if self._interrupted is None or has_trained:
+                self._first = max(self._first, epoch + 1)
+            elif self._has_looped and self._progress.num_yielded:
+                # Between two loops of a resumed run, as before its interruption. `base` counts earlier iterations.
+                self._first += 1
+            if self._resumed.epoch == epoch and (has_trained or self.num_begun > self._num_before):
                 self._resumed = Mark(epoch)
         if not self._in_loop and self.epoch == epoch:
-            self.epoch = self._coming
+            self.epoch = self._next()
+
+    def _next(self) -> int:
+        """The epoch of the next iteration outside of a loop."""
+        return self._coming if self.waits is None else self.waits.epoch
 
     def loop(self, num_epochs: int) -> Iterator[int]:
         """Yield the next `num_epochs` epochs without the finished ones; each is set while the caller's loop runs."""
@@ -294,6 +354,10 @@ class EpochCounter:
             if epoch < self._resumed.epoch:
                 self._first = epoch + 1
                 continue
+            if self._interrupted is not None and not self._progress.has_used_any:
+                self._resumed = self._interrupted
+                self._progress.jump(self._interrupted)
+            self._interrupted, self._begun = None, (epoch, 0)
             self._move(epoch)
             self._in_loop = True
             try:

@@ -199,6 +199,41 @@ def test_a_save_that_fails_is_an_error_or_a_line(tmp_path: Path, capsys: pytest.
     assert steps(tmp_path) == [2, 6]
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_failing_save_prevents_no_later_save_or_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_stopped: bool
+):
+    """The save of step 4 fails only while a stop, or a save, in step 5 waits for it."""
+    reached = threading.Event()
+
+    def hook(operation: str, path: str) -> None:
+        if operation == "rename" and path.startswith("step-0000004"):
+            assert reached.wait(60)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = training(LocalDirectory(tmp_path, hook=hook), every_steps=2, on_save_error="continue").run_to(2)
+    run.checkpoint.wait()
+    run.run_to(4)
+    finish = run.checkpoint._saver.finish
+
+    def finish_late() -> str | None:
+        reached.set()
+        return finish()
+
+    run.checkpoint._saver.finish = finish_late
+    if is_stopped:
+        run.world.request_stop("a test")
+        with pytest.raises(SystemExit) as caught:
+            run.step()
+        assert caught.value.code == 75
+    else:
+        run.step()
+        run.checkpoint.save()
+    assert steps(tmp_path) == [2, 5]
+    assert "step 4 could not be saved" in capsys.readouterr().err
+    run.checkpoint._end(None)
+
+
 def test_a_rank_that_dies_is_not_waited_for_until_the_deadline(tmp_path: Path):
     """The loop of a rank that waits for a save doesn't see that another rank of the host has died."""
     writer = Writer(LocalDirectory(tmp_path), HashStore(), rank=0, world_size=2, timeout_s=600)
@@ -528,3 +563,25 @@ def test_all_checkpointers_of_a_run_are_saved_when_it_is_stopped(tmp_path: Path,
         assert signal.getsignal(signal.SIGUSR1) == own
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_checkpointer_that_was_made_anew_replaces_the_first_one(tmp_path: Path, capsys, is_stopped: bool):
+    """As by a notebook's cell that is run twice: at the end only the second one saves."""
+    with pytest.raises(SystemExit) if is_stopped else contextlib.nullcontext(), World.alone(device="cpu") as world:
+        first = Training(tmp_path, world, every_minutes=None)
+        first.checkpoint.resume()
+        first.run_to(3)
+        second = Training(tmp_path, world, every_minutes=None)
+        assert second.checkpoint.resume() == 0
+        second.run_to(2)
+        with pytest.raises(UsageError, match=r"a later Checkpointer of this process saves to .*Use the later one"):
+            first.step()
+        if is_stopped:
+            world.request_stop("a test")
+            second.step()
+    told = capsys.readouterr().err
+    assert steps(tmp_path) == [2 + is_stopped]
+    assert "the first one saves nothing more there" in told
+    assert "could not be saved" not in told
+    assert ", too" not in told

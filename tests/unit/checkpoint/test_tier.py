@@ -131,6 +131,7 @@ def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_pa
     run = training(tmp_path)
     assert run.checkpoint.resume() == 4
     is_killed(run.run_to(7))
+    dead.checkpoint._directory.is_succeeded = False  # it stands for another process
     dead.run_to(9)
     is_killed(dead)
     assert generations(tmp_path) == [6, 6, 8], "of which one is the successor's"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -288,6 +288,19 @@ def test_a_consumer_that_reads_ahead_and_gives_the_model_copies_is_warned_of() -
         world.close()
 
 
+@pytest.mark.parametrize("is_after_the_epoch", [False, True])
+def test_a_rest_of_an_accumulation_is_no_reading_ahead(is_after_the_epoch: bool) -> None:
+    """Of a single whole accumulation; warnings are errors in tests. A later step is that of another loop."""
+    loader = DataLoader(_numbers_of_two_columns(24), 4, world=stub_world())
+    optimizer = _optimizer()
+    for number, _ in enumerate(loader, 1):
+        if number == 4 or (number == 6 and not is_after_the_epoch):
+            optimizer.step()
+    for _ in range(2):
+        optimizer.step()
+    assert loader.state_dict()["epoch"] == 1
+
+
 def test_training_on_two_iterations_at_once_is_warned_of() -> None:
     (loader,) = _loaders(24, 1, global_batch_size=4, shuffle=True)
     (reference,) = _loaders(24, 1, global_batch_size=4, shuffle=True)
@@ -364,6 +377,7 @@ def test_states_that_are_none_are_refused() -> None:
         (state | {"version": 2}, "this is 2"),
         (state | {"position": -1}, "whole numbers"),
         (state | {"epoch": None}, "whole numbers"),
+        (state | {"iterations_before": "1"}, "whole numbers"),
         (state | {"position": 41}, "no step begins at position 41"),
     ):
         with pytest.raises(ConfigurationError, match=told):
@@ -397,3 +411,132 @@ def test_a_look_at_a_first_batch_after_a_resume_drops_no_rest_of_the_epoch(num_w
     next(iter(resumed))
     assert resumed.state_dict()["epoch"] == 0, "the step has used a batch; a loop that stops early goes on to the next"
     assert resumed.epoch == 2
+
+
+def _first_of(loader: DataLoader) -> None:
+    next(iter(loader), None)
+
+
+def _all_of(loader: DataLoader) -> None:
+    deque(loader, maxlen=0)
+
+
+def _before_and_between_loops(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    look(loader)
+    for num_epochs in (1, 2):
+        for epoch in loader.epochs(num_epochs):
+            for batch in loader:
+                yield epoch, batch
+        look(loader)
+
+
+def _in_each_epoch(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    for epoch in loader.epochs(3):
+        look(loader)
+        for batch in loader:
+            yield epoch, batch
+
+
+def _in_each_epoch_that_the_script_sets(
+    loader: DataLoader, look: Callable[[DataLoader], None]
+) -> Iterator[tuple[int, Any]]:
+    for epoch in range(loader.epoch, 3):
+        loader.set_epoch(epoch)
+        look(loader)
+        loader.set_epoch(epoch)
+        for batch in loader:
+            yield epoch, batch
+
+
+def _after_each_epoch(loader: DataLoader, look: Callable[[DataLoader], None]) -> Iterator[tuple[int, Any]]:
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            yield epoch, batch
+        look(loader)
+        assert look is _first_of or loader.gather(torch.arange(10)).numel() == 10, "an evaluation of the whole epoch"
+
+
+@pytest.mark.parametrize("look", [_first_of, _all_of])
+@pytest.mark.parametrize(
+    "script", [_before_and_between_loops, _in_each_epoch, _in_each_epoch_that_the_script_sets, _after_each_epoch]
+)
+def test_a_look_at_batches_changes_no_epoch_of_a_resumed_run(script: Any, look: Any) -> None:
+    """Stopped everywhere, and then every two steps. At the end of an epoch a look finds nothing."""
+
+    def run(state: dict[str, Any] | None, num_steps: int) -> tuple[list[Any], dict[str, Any] | None]:
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        if state is not None:
+            loader.load_state_dict(state)
+            (again,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+            again.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # saved anew before its first step
+            loader = again
+        optimizer, done = _optimizer(), []
+        for entry in script(loader, look):
+            optimizer.step()
+            done.append(entry)
+            if len(done) == num_steps:
+                return done, loader.state_dict()
+        return done, None
+
+    whole, _ = run(None, 0)
+    for num_steps in range(1, 1 + len(whole)):
+        done, state = run(None, num_steps)
+        while state is not None and len(done) <= len(whole):
+            more, state = run(state, 2)
+            done += more
+        assert done == whole, num_steps
+
+
+def test_a_warm_up_before_epochs_that_was_stopped_after_its_last_batch_is_finished() -> None:
+    def script(loader: DataLoader, stop_after: int) -> tuple[list[Any], dict[str, Any]]:
+        optimizer, done = _optimizer(), []
+        for batch in chain(loader, (batch for _ in loader.epochs(2) for batch in loader)):
+            optimizer.step()
+            done.append((loader.epoch, batch))
+            if len(done) == stop_after:
+                break
+        return done, loader.state_dict()
+
+    whole, _ = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], 0)
+    assert [epoch for epoch, _ in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for stop_after in (2, 3):
+        first, state = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], stop_after)
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        loader.load_state_dict(state)
+        assert first + script(loader, 0)[0] == whole, stop_after
+
+
+def test_after_a_look_the_next_epoch_is_still_the_interrupted_one() -> None:
+    """A loop over `range(loader.epoch, n)` would leave out the last epoch otherwise."""
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    loader.set_epoch(1)
+    next(batches := iter(loader))
+    optimizer = _optimizer()
+    optimizer.step()
+    batches.close()
+    (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert resumed.epoch == 1
+    lengths = []
+    for _ in range(resumed.epoch, 3):
+        lengths.append(0)
+        for _ in resumed:
+            optimizer.step()
+            lengths[-1] += 1
+    assert lengths == [2, 3]
+
+
+def test_an_epoch_after_the_interrupted_one_is_chosen_without_a_warning() -> None:
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    next(batches := iter(loader))
+    optimizer = _optimizer()
+    optimizer.step()
+    batches.close()
+    (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    for _ in resumed:
+        optimizer.step()
+        break
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 3

@@ -7,6 +7,7 @@ Ranks that are killed write nothing, but the launcher knows the signal. `choose_
 
 from __future__ import annotations
 
+import dis
 import json
 import os
 import re
@@ -17,8 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from evenstep.console import printable
 from evenstep.errors import EvenstepError
 from evenstep.ground.health.heartbeat import REPORT_BYTES
+from evenstep.ground.health.users_code import PACKAGE, TORCH
 
-# torch's messages about a lost peer. A rank that raises one of them is a secondary failure.
+# torch's messages about a lost peer, in RuntimeErrors from C++. A rank that raises one of them is a secondary failure.
+# Errors with such words from elsewhere are the rank's own: a failed download, a data set ("failed to read x.png"), or
+# torch's loader ("timed out after").
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
     r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
@@ -26,6 +30,8 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_DISTRIBUTED = (PACKAGE, f"{TORCH}distributed{os.sep}")
 _MAX_TEXT_CHARACTERS = 20_000
 
 
@@ -52,7 +58,9 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = f"{type(error).__name__}: {str(error).strip()}"  # messages of torch's spawn begin with empty lines
+        summary = (
+            f"{type(error).__name__}: {_message_of(error).strip()}"  # messages of torch's spawn begin with empty lines
+        )
         return cls(
             rank=rank,
             pid=os.getpid(),
@@ -113,7 +121,27 @@ def is_consequence(error: BaseException) -> bool:
 def _says_that_a_peer_is_gone(error: BaseException) -> bool:
     if isinstance(error, EvenstepError):
         return error.is_consequence
-    return isinstance(error, RuntimeError | ConnectionError) and _PEER_GONE.search(str(error)) is not None
+    if not isinstance(error, RuntimeError) or _was_raised_elsewhere(error):
+        return False
+    return _PEER_GONE.search(_message_of(error)) is not None
+
+
+def _was_raised_elsewhere(error: BaseException) -> bool:
+    """Whether a python `raise` raised an error, outside of evenstep and of torch's distributed modules."""
+    raised = error.__traceback__
+    if raised is None:
+        return False
+    while raised.tb_next is not None:
+        raised = raised.tb_next
+    code = raised.tb_frame.f_code
+    return code.co_code[raised.tb_lasti] == _RAISE and not code.co_filename.startswith(_DISTRIBUTED)
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the script's own class
+        return "<exception str() failed>"  # as python writes it
 
 
 def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:

@@ -36,7 +36,9 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the innermost line of this thread's stack in the user's code."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if is_users(frame.f_code.co_filename):
-            module, registry = frame.f_globals["__name__"], frame.f_globals.setdefault("__warningregistry__", {})
+            # Code of `exec` may have no name.
+            module = frame.f_globals.get("__name__", "<string>")
+            registry = frame.f_globals.setdefault("__warningregistry__", {})
             warnings.warn_explicit(message, category, frame.f_code.co_filename, line, module, registry)
             return
     warnings.warn(message, category, stacklevel=2)

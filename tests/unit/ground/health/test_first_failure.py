@@ -45,10 +45,19 @@ def test_choose_root_cause(exits: list[Exit], reports: list[CrashReport], root_c
     assert (chosen.rank if chosen is not None else None) == root_cause
 
 
+def raised(error: BaseException) -> BaseException:
+    """By a `raise` of a script."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
 def caused_by(cause: BaseException) -> BaseException:
+    """Not by a `raise`: torch's errors come from C++."""
     try:
         try:
-            raise cause
+            (_ for _ in ()).throw(cause)
         except BaseException:
             raise ValueError("could not finish the epoch")  # noqa: B904
     except ValueError as error:
@@ -70,11 +79,16 @@ def in_place_of(hidden: BaseException) -> BaseException:
     [
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:7045"), True),
         (RuntimeError("Read error [127.0.0.1]:7045"), True),
-        (ConnectionResetError("Connection reset by peer"), True),
+        (ConnectionResetError("Connection reset by peer"), False),
         (PeerLostError("rank 1 is gone"), True),
         (CollectiveTimeoutError("rank 1 is missing"), True),
         (caused_by(RuntimeError("Connection closed by peer")), True),
+        (caused_by(raised(RuntimeError("failed to read image-3.png"))), False),
+        (raised(RuntimeError("failed to read image-3.png")), False),  # by a data set
+        (raised(RuntimeError("DataLoader timed out after 2 seconds")), False),  # by torch's loader
+        (raised(PeerLostError("rank 1 is gone")), True),
         (caused_by(KeyError("x")), False),
+        (caused_by(ConnectionRefusedError("[Errno 111] Connection refused")), False),  # as by urllib, for a download
         (in_place_of(PeerLostError("rank 1 is gone")), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("connection closed"), False),
@@ -89,6 +103,15 @@ def test_a_report_is_read_back_and_what_is_none_passed_over() -> None:
     assert CrashReport.unpack(report(1, 5).pack()) == report(1, 5)
     for data in (b"", b"{", b"{}", b"[1]", b"\xff", report(1, 5).pack()[:-1]):
         assert CrashReport.unpack(data) is None
+
+
+def test_an_error_whose_message_fails_is_reported() -> None:
+    class OwnError(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no message")
+
+    found = CrashReport.of(OwnError(), rank=0, traceback="Traceback ...")
+    assert (found.summary, found.is_consequence) == ("OwnError: <exception str() failed>", False)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "\N{GRINNING FACE}"])

@@ -32,3 +32,10 @@ def test_a_thread_of_ours_names_the_main_threads_line() -> None:
     thread.start()
     thread.join()
     assert namespace["found"][0].endswith(" in test_a_thread_of_ours_names_the_main_threads_line")  # type: ignore[index]
+
+
+def test_a_warning_in_code_without_a_module_is_shown() -> None:
+    namespace = {"warn": warn}  # as a script's `exec(compile(text, path, "exec"), {})`
+    with pytest.warns(UserWarning, match="mind the gap") as caught:
+        exec(compile("\nwarn('mind the gap')", "users.py", "exec"), namespace)
+    assert (caught[0].filename, caught[0].lineno) == ("users.py", 2)

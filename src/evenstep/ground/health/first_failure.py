@@ -58,9 +58,8 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = (
-            f"{type(error).__name__}: {_message_of(error).strip()}"  # messages of torch's spawn begin with empty lines
-        )
+        # Messages of torch's spawn begin with empty lines.
+        summary = f"{type(error).__name__}: {_message_of(error).strip()}"
         return cls(
             rank=rank,
             pid=os.getpid(),
@@ -138,6 +137,7 @@ def _was_raised_elsewhere(error: BaseException) -> bool:
 
 
 def _message_of(error: BaseException) -> str:
+    """`str(error)`, even if that raises."""
     try:
         return str(error)
     except Exception:  # of the script's own class

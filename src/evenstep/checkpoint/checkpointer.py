@@ -143,6 +143,8 @@ class Checkpointer:
         self.num_steps = 0
         self._num_apart = 0  # steps since `num_steps` was last increased; with LocalSGD perhaps several
         self._has_uncounted_step = False  # an optimizer has stepped since the last call of `step`
+        among = [getattr(each, "optimizer", each) for each in objects.values()]  # a LocalSGD has one, for example
+        self._optimizers = [each for each in among if isinstance(each, Optimizer)]
         self._tier: LocalTier | None = None
         self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
@@ -333,10 +335,9 @@ class Checkpointer:
         self._save(waits=True, raises=True)
 
     def _optimizer_stepped(self, optimizer: Optimizer, has_ended: bool) -> None:
-        """Note a step of an optimizer among the objects (or in one, such as a LocalSGD), or of any if there is none."""
-        among = [getattr(each, "optimizer", each) for each in self._objects.values()]
-        mine = [each for each in among if isinstance(each, Optimizer)]
-        self._has_uncounted_step |= has_ended and (not mine or any(each is optimizer for each in mine))
+        """Note a step of an optimizer among the objects, or of any if there is none."""
+        is_mine = not self._optimizers or any(each is optimizer for each in self._optimizers)
+        self._has_uncounted_step |= has_ended and is_mine
 
     def _count(self) -> int:
         """Count the steps that ranks have made independently; returns the number of steps before."""

@@ -637,13 +637,14 @@ class OwnResults:
         return loader in self._script.prepared or "sampler" in self._script.kinds(sampler, loader.frame)
 
 
-def averaged(script: Script, value: str, module: str) -> str:
-    """Statements that make `mean` a tensor with the sum of the ranks' values.
+def summed(script: Script, name: str, value: str, module: str) -> str:
+    """Statements that make a name a tensor with the sum of the ranks' values.
 
     Args:
         script: The script.
+        name: The name.
         value: The code of a number, or of a tensor with one.
         module: What the script calls `torch.distributed`.
     """
     device = ', device="cuda"' if script.uses_gpus else ""
-    return f"mean = torch.tensor(float({value}){device})\n{module}.all_reduce(mean)\n"
+    return f"{name} = torch.tensor(float({value}){device})\n{module}.all_reduce({name})\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,3 +65,12 @@ def test_ranks_exchange_a_tensor(name: str, given: dict[str, Any]):
     names = {"torch": torch, "dist": dist, **given}
     exec(text, names)
     assert float(names.get("val_loss", names.get("is_bad"))) == given.get("val_loss", 0.0)
+
+
+def test_a_condition_that_names_a_mean_stays_as_it_is(tmp_path: Path):
+    script = next(each for each in PLANTED if each.stem == "skips_nan_alone")
+    changed = tmp_path / "changed.py"
+    changed.write_text(re.sub(r"(is\w+)\(loss\)", r"\1(loss.mean())", script.read_text()))
+    ((_, mend, _),) = mends(changed)
+    assert mend.startswith("is_bad = torch.tensor(float(")
+    assert "(loss.mean())" in mend.splitlines()[0]

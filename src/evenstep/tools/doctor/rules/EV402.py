@@ -44,13 +44,13 @@ from evenstep.tools.doctor.asking import (
     Frame,
     OwnResults,
     Script,
-    averaged,
     distributed,
     found,
     has_wrapped,
     last_of,
     leaves,
     shortened,
+    summed,
     target_of,
     text_of,
     walk,
@@ -124,7 +124,7 @@ def _steps_left_out(script: Script, own: OwnResults, leaving: _Leaving) -> Found
                 evidence = (
                     f"a rank where `{shortened(test, 60)}` holds skips the backward pass; other ranks wait in theirs"
                 )
-                lines = averaged(script, test, dist).replace("mean", "is_bad")
+                lines = summed(script, "is_bad", test, dist)
                 yield found(
                     (each.file, each.line), evidence, mend=f"{lines}if is_bad > 0:\n    continue  # on every rank"
                 )
@@ -141,7 +141,7 @@ def _stops_alone(script: Script, own: OwnResults, leaving: _Leaving) -> Found:
                     f"rank may stop while others go on"
                 )
                 result, dist = target_of(measured[0]) or "val_loss", distributed(each.file)
-                lines = averaged(script, result, dist)
+                lines = summed(script, "mean", result, dist)
                 mend = f"{lines}{result} = mean.item() / {dist}.get_world_size()  # before {result} is compared"
                 yield found((each.file, each.line), evidence, mend=mend)
                 return

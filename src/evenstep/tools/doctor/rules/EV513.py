@@ -41,7 +41,7 @@ for epoch in range(10):
 Never ignore it.
 """
 
-from evenstep.tools.doctor.asking import Found, OwnResults, Script, averaged, distributed, found, shortened, text_of
+from evenstep.tools.doctor.asking import Found, OwnResults, Script, distributed, found, shortened, summed, text_of
 
 
 def read(script: Script) -> Found:
@@ -55,5 +55,5 @@ def read(script: Script) -> Found:
         if any(each.last == "ReduceLROnPlateau" for each in made) and own.measured(given, call.frame):
             dist, step = distributed(call.frame.file), text_of(call.node.func)
             evidence = f"`{shortened(text_of(given), 60)}` is a result of this rank's part of the validation data"
-            lines = averaged(script, text_of(given), dist)
+            lines = summed(script, "mean", text_of(given), dist)
             yield found(call, evidence, mend=f"{lines}{step}(mean.item() / {dist}.get_world_size())")
